@@ -1,0 +1,18 @@
+"""The command line: `attngap VERB`. One verb a file; each imports what it needs when it runs."""
+
+import sys
+
+from attngap.cli.app import app
+from attngap.errors import AttngapError
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except AttngapError as error:
+        print(f"attngap: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("attngap: stopped", file=sys.stderr)
+        sys.exit(130)

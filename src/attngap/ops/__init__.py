@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: the performance-critical code. `naive` holds the definitions."""
