@@ -1,8 +1,8 @@
-"""The definitions: one token or one matrix at a time, in the plainest code, and the reference every fast form must equal.
+"""The definitions: one token or one matrix at a time, in the plainest code; every fast form must equal these.
 
-Layout `(b, h, t, d)`. k and v may have fewer heads than q (grouped queries): query head i reads key head i // (h / h_kv).
-`mask` is `(b, t)`, True at real tokens: a False token is never attended to, leaves the state as it is, and does not count
-as a position for windows and sinks. Outputs at False positions are zero.
+Layout `(b, h, t, d)`. k and v may have fewer heads than q (grouped queries): query head i reads key head
+i // (h / h_kv). `mask` is `(b, t)`, True at real tokens: a False token is never attended to, leaves the state as it is,
+and does not count as a position for windows and sinks. Outputs at False positions are zero.
 """
 
 import torch
@@ -48,8 +48,8 @@ def linear_attention(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """S_i = exp(g_i) S_{i-1} + k_i v_i^T, z_i likewise over k_i; o_i = q_i S_i / (q_i . z_i), or q_i S_i unnormalized.
 
-    A normalizer n with |n| < eps is replaced by eps with its sign (sign of 0 is +): outputs stay finite, and zero where the
-    numerator is zero.
+    A normalizer n with |n| < eps is replaced by eps with its sign (sign of 0 is +): outputs stay finite, and zero where
+    the numerator is zero.
     """
     b, h, t, r = q.shape
     k, v = expand_heads(k, h), expand_heads(v, h)
