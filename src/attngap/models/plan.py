@@ -1,0 +1,133 @@
+"""A plan: which heads keep softmax, what replaces the others, and the damage predicted for every other choice."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from transformers import PreTrainedModel
+
+from attngap.errors import AttngapError
+
+SCHEMA = "attngap.plan/1"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelFacts(_Strict):
+    """What a plan must agree with before it is applied."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    layers: PositiveInt  # self-attention calls of one forward pass
+    heads: PositiveInt  # query heads a layer
+    kv_heads: PositiveInt
+
+
+class Replacement(_Strict):
+    """Exact attention to the first `sinks` and the last `window` keys, a feature map for the rest."""
+
+    window: PositiveInt = 64
+    sinks: NonNegativeInt = 4
+    feature_map: str = "hedgehog"
+
+
+class Point(_Strict):
+    """Predicted damage (nats a token, first order, errors added up) when only the best `kept` heads keep softmax."""
+
+    kept: NonNegativeInt
+    text: NonNegativeFloat
+    recall: NonNegativeFloat
+
+
+class Plan(_Strict):
+    """Heads `[layer, head]` in `keep` stay softmax; every other is replaced."""
+
+    schema_: Literal["attngap.plan/1"] = Field(default=SCHEMA, alias="schema")
+    model: ModelFacts
+    granularity: Literal["head", "group"] = "head"
+    keep: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
+    replacement: Replacement = Replacement()
+    curve: Annotated[tuple[Point, ...], Field(description="one point a keep level, from all kept to none")] = ()
+
+    def replaced(self) -> list[tuple[int, int]]:
+        """The heads that lose softmax, in order."""
+        kept = set(self.keep)
+        every = ((layer, head) for layer in range(self.model.layers) for head in range(self.model.heads))
+        return [place for place in every if place not in kept]
+
+    def save(self, path: str | Path) -> None:
+        text = self.model_dump_json(by_alias=True, indent=1) + "\n"
+        path = Path(path)
+        draft = path.with_name(f".{path.name}.draft")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise AttngapError(f"Cannot write the plan '{path}': {error}. Choose another place") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise AttngapError(
+                f"Cannot read the plan '{path}': {error}. Write one: attngap plan DIR -o {path}"
+            ) from error
+        except ValueError as error:
+            raise AttngapError(
+                f"The plan '{path}' is not JSON: {error}. Write one: attngap plan DIR -o {path}"
+            ) from error
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if schema != SCHEMA:
+            raise AttngapError(f"'{path}' is not a plan this version reads: schema {schema!r}, expected {SCHEMA!r}")
+        try:
+            plan = cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise AttngapError(f"The plan '{path}' is wrong at {place!r}: {first['msg']}") from error
+        plan.check_places()
+        return plan
+
+    def check_places(self) -> None:
+        """Every kept head exists, once."""
+        for layer, head in self.keep:
+            if layer >= self.model.layers or head >= self.model.heads:
+                raise AttngapError(
+                    f"The plan keeps head {layer}.{head}, but the model has layers 0-{self.model.layers - 1} "
+                    f"and heads 0-{self.model.heads - 1}"
+                )
+        if len(set(self.keep)) < len(self.keep):
+            raise AttngapError("The plan keeps a head twice; list each [layer, head] once")
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a plan made for another model."""
+        found = architecture(model)
+        if found != self.model.architecture:
+            raise AttngapError(
+                f"The plan is for {self.model.architecture}, the model is {found}. Diagnose this model first"
+            )
+        if fingerprint(model) != self.model.fingerprint:
+            raise AttngapError(
+                f"The plan was made for other weights of {found} ({self.model.name}). Diagnose this model first"
+            )
+
+
+def architecture(model: PreTrainedModel) -> str:
+    return type(model).__name__
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Sixteen hex digits of the weights' names, shapes and a few values, rounded so that the dtype does not matter."""
+    digest = hashlib.sha256(architecture(model).encode())
+    for name, tensor in sorted(model.named_parameters()):
+        few = tensor.detach().flatten()[:: max(1, tensor.numel() // 8)][:8].to(torch.bfloat16).float()
+        digest.update(f"{name}{tuple(tensor.shape)}{few.tolist()}".encode())
+    return digest.hexdigest()[:16]
