@@ -1,0 +1,75 @@
+"""The same jobs on a Ray cluster."""
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from attngap.engine.outcome import Outcome, attempt
+from attngap.errors import AttngapError
+
+ANSWER_SECONDS = 5.0
+AHEAD = 2  # jobs handed out for each CPU, so that none idles while the driver stores a result
+
+
+def run_cluster(
+    function: Callable[[Any], Any], jobs: Sequence[Any], *, address: str, retries: int = 2
+) -> Iterator[Outcome]:
+    """Yield outcomes as jobs finish on the cluster at `address` ("host:port", "ray://host:port", "auto", or "local").
+
+    Ray repeats a job whose worker or node died, up to `retries` times. attngap must be installed on every node.
+    """
+    ray = _connect(address)
+    try:
+        remote = ray.remote(num_cpus=1, max_retries=retries)(attempt)
+        waiting = list(enumerate(jobs))[::-1]
+        running: dict[Any, int] = {}
+        while waiting or running:
+            room = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
+            while waiting and len(running) < room:
+                index, job = waiting.pop()
+                running[remote.remote(function, index, job)] = index
+            ready, _ = ray.wait(list(running), num_returns=1)
+            for reference in ready:
+                index = running.pop(reference)
+                yield _collect(ray, reference, index, retries)
+    finally:
+        ray.shutdown()
+
+
+def _collect(ray: Any, reference: Any, index: int, retries: int) -> Outcome:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        first = str(error).strip().splitlines()[0]
+        return Outcome(index, error=f"its worker died: {first}", attempts=retries + 1)
+
+
+def _connect(address: str) -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise AttngapError(
+            "A Ray address was given, but ray is not installed. Install it: pip install attngap[ray]"
+        ) from error
+    if address not in ("auto", "local"):
+        _knock(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise AttngapError(f"No Ray cluster at {address!r}: {first} Start one: ray start --head") from error
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Ray itself waits minutes for an address that does not answer."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise AttngapError(f"Ray address {address!r} is not host:port, ray://host:port, auto or local")
+    try:
+        with contextlib.closing(socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS)):
+            return
+    except (OSError, OverflowError) as error:
+        raise AttngapError(f"No Ray cluster answers at {address!r} ({error}). Start one: ray start --head") from error
