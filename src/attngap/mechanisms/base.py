@@ -4,9 +4,11 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError
+from attngap.ops.naive import expand_heads
 
 State = dict[str, Tensor]
 
@@ -18,8 +20,8 @@ class Streams:
     q: Tensor  # (b, h, t, r) features of the query, or the query itself for softmax
     k: Tensor  # (b, h_kv, t, r)
     v: Tensor  # (b, h_kv, t, dv)
-    log_decay: Tensor | None = None  # (b, h, t) or (b, h, t, r)
-    beta: Tensor | None = None  # (b, h, t)
+    log_decay: Tensor | None = None  # (b, h_kv, t) or (b, h_kv, t, r)
+    beta: Tensor | None = None  # (b, h_kv, t)
     log_gain: Tensor | None = None  # (b, h, t)
     fq: Tensor | None = None  # (b, h, t, r) far features, where q and k stay exact (hybrid)
     fk: Tensor | None = None  # (b, h_kv, t, r)
@@ -28,6 +30,13 @@ class Streams:
     @property
     def length(self) -> int:
         return self.q.shape[2]
+
+    @property
+    def real(self) -> Bool[Tensor, "b t"]:
+        """The mask, all True where none was given."""
+        if self.mask is not None:
+            return self.mask
+        return torch.ones(self.q.shape[0], self.length, dtype=torch.bool, device=self.q.device)
 
     def replace(self, **changes: Tensor | None) -> "Streams":
         return dataclasses.replace(self, **changes)
@@ -43,70 +52,153 @@ class Streams:
 
 
 class Mechanism(nn.Module):
-    """A causal mixer, linear in v. `step` is the definition; `parallel` and `chunked` must equal it.
+    """A mixer, linear in v. `step` is the definition; `parallel` and `chunked` must equal it.
 
     All parameters belong to its feature map and its gates. Output norms, short convolutions and projections live with
-    the model that uses it.
+    the model that uses it. A subclass writes `encode`, `init_state`, `step`, `weights`, `chunked`, `state_floats` and
+    `state_rank`, or inherits them from a family; `attngap.mechanisms.contracts.check` tells whether they agree.
+
+    `kv_heads` below `heads` means grouped queries: key-side parameters and states are one for each key head.
     """
 
     name: ClassVar[str]  # the catalogue key
     paper: ClassVar[str]  # arXiv id
-    normalized: ClassVar[bool]  # do rows of `weights` sum to one
-    learned: ClassVar[bool] = False  # has parameters
+    normalized: bool  # do rows of `weights` sum to one
+    learned: bool = False  # has parameters
     gated: ClassVar[bool] = False  # needs x, the layer's input, to compute its gates
 
-    def __init__(self, heads: int, dim: int, value_dim: int | None = None):
+    def __init__(
+        self, heads: int, dim: int, value_dim: int | None = None, *, kv_heads: int | None = None, causal: bool = True
+    ):
         super().__init__()
-        for label, size in (("heads", heads), ("dim", dim), ("value_dim", value_dim or dim)):
-            if size < 1:
-                raise AttngapError(f"{self.name}: {label} must be at least 1, got {size}")
-        self.heads, self.dim, self.value_dim = heads, dim, value_dim or dim
+        kv_heads = heads if kv_heads is None else kv_heads
+        value_dim = dim if value_dim is None else value_dim
+        for label, size in (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("kv_heads", kv_heads)):
+            if not isinstance(size, int) or size < 1:
+                raise AttngapError(f"{self.name}: {label} must be a whole number of at least 1, got {size!r}")
+        if heads % kv_heads:
+            raise AttngapError(f"{self.name}: kv_heads must divide heads, got kv_heads={kv_heads}, heads={heads}")
+        self.heads, self.kv_heads, self.dim, self.value_dim = heads, kv_heads, dim, value_dim
+        self.causal = causal
 
     def read(
-        self, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, mask: Tensor | None = None
+        self,
+        x: Float[Tensor, "..."] | None,
+        q: Float[Tensor, "..."],  # shapes are checked below, with messages for every caller and not only under pytest
+        k: Float[Tensor, "..."],
+        v: Float[Tensor, "..."],
+        *,
+        start: int | Int[Tensor, " b"] = 0,
+        mask: Bool[Tensor, "..."] | None = None,
     ) -> Streams:
-        """Map features and compute gates. `start` is the position of the first token, for maps that depend on it."""
+        """Map features and compute gates, from q `(b, heads, t, dim)`, k and v `(b, kv_heads, t, ...)`, x `(b, t, m)`.
+
+        `start` is how many real tokens came before, for maps that depend on the position: one number, or one for each
+        sequence. `mask` is `(b, t)`, True at real tokens; padding does not count as a position.
+        """
+        self._validate(x, q, k, v, mask)
+        first = torch.as_tensor(start, device=q.device).reshape(-1, 1)  # (1 or b, 1)
+        if mask is None:
+            position = first + torch.arange(q.shape[2], device=q.device)
+        else:
+            position = first + (mask.long().cumsum(1) - 1).clamp(min=0)
+        return self.encode(x, q, k, v, position, mask)
+
+    def encode(
+        self,
+        x: Float[Tensor, "b t m"] | None,
+        q: Float[Tensor, "b h t d"],
+        k: Float[Tensor, "b h_kv t d"],
+        v: Float[Tensor, "b h_kv t dv"],
+        position: Int[Tensor, "#b t"],
+        mask: Bool[Tensor, "b t"] | None,
+    ) -> Streams:
+        """`read` after its checks: what a subclass writes."""
         raise NotImplementedError
 
     def init_state(self, streams: Streams) -> State:
+        """The state before the first token, shaped for these streams."""
         raise NotImplementedError
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Tensor]:
+    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         """One token (streams of length 1): the definition."""
         raise NotImplementedError
 
-    def parallel(self, streams: Streams) -> Tensor:
-        """The n x n form, for checking and for weights."""
+    def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
+        """The mixing matrix W: what `parallel` gives for v = identity. Rows and columns of padding are zero."""
         raise NotImplementedError
 
-    def chunked(self, streams: Streams, state: State | None = None, chunk: int | None = None) -> tuple[State, Tensor]:
-        """The fast form: prefill and training."""
+    def parallel(self, streams: Streams) -> Float[Tensor, "b h t dv"]:
+        """The n x n form, W v: for checking."""
+        return self.weights(streams) @ expand_heads(streams.v, self.heads)
+
+    def chunked(
+        self, streams: Streams, state: State | None = None, chunk: int | None = None
+    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+        """The fast form: prefill and training. `chunk` None lets the op choose."""
         raise NotImplementedError
 
     def state_floats(self, t: int) -> int:
-        """Floats in the state, per head, after t tokens."""
+        """Floats in the state, for each key head, after t tokens."""
         raise NotImplementedError
 
     def state_rank(self, t: int) -> int:
         """A bound on the rank of W[t:, :t+1]."""
         raise NotImplementedError
 
-    def weights(self, streams: Streams) -> Tensor:
-        """(b, h, t, t): the mixing matrix, read off by feeding v = identity."""
-        b, kv_heads, t, _ = streams.v.shape
-        eye = torch.eye(t, dtype=streams.v.dtype, device=streams.v.device).expand(b, kv_heads, t, t)
-        return self.parallel(streams.replace(v=eye))
-
     def forward(
         self,
-        x: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        x: Float[Tensor, "..."] | None,
+        q: Float[Tensor, "..."],
+        k: Float[Tensor, "..."],
+        v: Float[Tensor, "..."],
         *,
         state: State | None = None,
-        start: int = 0,
-        mask: Tensor | None = None,
+        start: int | Int[Tensor, " b"] = 0,
+        mask: Bool[Tensor, "..."] | None = None,
         chunk: int | None = None,
-    ) -> tuple[State, Tensor]:
+    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+        """`read`, then `chunked`."""
         return self.chunked(self.read(x, q, k, v, start=start, mask=mask), state, chunk)
+
+    def extra_repr(self) -> str:
+        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        return f"heads={self.heads}, dim={self.dim}, value_dim={self.value_dim}{grouped}"
+
+    def require_causal(self, form: str) -> None:
+        """Refuse a recurrent form of a bidirectional mechanism: its rows need tokens that have not come yet."""
+        if not self.causal:
+            raise AttngapError(f"{self.name}: {form} needs causal=True; with causal=False use parallel or chunked")
+
+    def _validate(self, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        if q.ndim != 4:
+            raise AttngapError(f"{self.name}: q must have 4 axes (b, heads, t, dim), got shape {tuple(q.shape)}")
+        b, _, t, _ = q.shape
+        expected = [
+            ("q", q, (b, self.heads, t, self.dim)),
+            ("k", k, (b, self.kv_heads, t, self.dim)),
+            ("v", v, (b, self.kv_heads, t, self.value_dim)),
+        ]
+        if mask is not None:
+            expected.append(("mask", mask, (b, t)))
+        for label, given, shape in expected:
+            if tuple(given.shape) != shape:
+                raise AttngapError(f"{self.name}: {label} must have shape {shape}, got {tuple(given.shape)}")
+        if t == 0:
+            raise AttngapError(f"{self.name}: q must hold at least one token, got length 0")
+        if mask is not None and mask.dtype != torch.bool:
+            raise AttngapError(f"{self.name}: mask must be bool (True at real tokens), got {mask.dtype}")
+        if self.gated and x is None:
+            raise AttngapError(f"{self.name}: its gates are computed from x, the layer's input (b, t, m); got None")
+        others = [("k", k), ("v", v)] + ([("x", x)] if self.gated and x is not None else [])
+        for label, given in others:
+            if (given.dtype, given.device) != (q.dtype, q.device):
+                raise AttngapError(
+                    f"{self.name}: {label} must match q ({q.dtype} on {q.device}), got {given.dtype} on {given.device}"
+                )
+
+
+def read_out(q: Float[Tensor, "b h t r"], S: Float[Tensor, "b h_kv r dv"]) -> Float[Tensor, "b h t dv"]:
+    """q S, each group of query heads reading the state of its key head."""
+    grouped = q.unflatten(1, (S.shape[1], -1))  # (b, h_kv, group, t, r)
+    return (grouped @ S[:, :, None]).flatten(1, 2)

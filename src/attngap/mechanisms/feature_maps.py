@@ -1,0 +1,288 @@
+"""Feature maps: phi_q and phi_k such that phi_q(q) . phi_k(k) is the weight of a key before normalization.
+
+A map has a query side and a key side. With grouped queries the key side has one set of parameters for each key head,
+and random projections are shared by a group, without which products of features would estimate nothing.
+"""
+
+import itertools
+import math
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attngap.errors import AttngapError, unknown
+from attngap.mechanisms.options import build
+
+LARGEST_WIDTH = 2**18  # features; a state wider than this is a mistake, not a plan
+
+
+class FeatureMap(nn.Module):
+    """`query` and `key` map `(b, h, t, dim)` to `(b, h, t, width)`; `key` gets the key heads.
+
+    A map that treats both alike writes `features` only.
+    """
+
+    name: ClassVar[str]
+    positive: ClassVar[bool]  # are all features >= 0, so that weights are too
+    learned: ClassVar[bool] = False
+
+    def __init__(self, heads: int, dim: int, kv_heads: int):
+        super().__init__()
+        self.heads, self.dim, self.kv_heads = heads, dim, kv_heads
+        self.width = dim
+
+    def query(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
+        return self.features(x, position)
+
+    def key(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
+        return self.features(x, position)
+
+    def features(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, dim={self.dim}, width={self.width}"
+
+
+class Identity(FeatureMap):
+    """phi(x) = x: the scores themselves."""
+
+    name, positive = "identity", False
+
+    def features(self, x, position):
+        return x
+
+
+class Elu(FeatureMap):
+    """phi(x) = elu(x) + 1 (arXiv 2006.16236)."""
+
+    name, positive = "elu", True
+
+    def features(self, x, position):
+        return F.elu(x) + 1
+
+
+class Relu(FeatureMap):
+    """phi(x) = relu(x) (as in EfficientViT, arXiv 2205.14756)."""
+
+    name, positive = "relu", True
+
+    def features(self, x, position):
+        return F.relu(x)
+
+
+class Polynomial(FeatureMap):
+    """phi(q) . phi(k) = (q . k / sqrt(d))^degree, by the C(d + degree - 1, degree) distinct monomials.
+
+    Each monomial carries the square root of its multinomial coefficient, so the width is that of the symmetric tensor
+    and not d^degree.
+    """
+
+    name, positive = "polynomial", False  # the features are signed; the weights are >= 0 for an even degree
+
+    def __init__(self, heads: int, dim: int, kv_heads: int, *, degree: int = 2):
+        super().__init__(heads, dim, kv_heads)
+        if not isinstance(degree, int) or degree < 1:
+            raise AttngapError(f"polynomial: degree must be a whole number of at least 1, got {degree!r}")
+        self.degree = degree
+        self.width = math.comb(dim + degree - 1, degree)
+        if self.width > LARGEST_WIDTH:
+            raise AttngapError(
+                f"polynomial: degree {degree} at dim {dim} needs {self.width} features, at most {LARGEST_WIDTH} are "
+                "allowed; lower degree or dim"
+            )
+        index, coefficient = monomials(dim, degree)
+        self.register_buffer("index", index, persistent=False)
+        self.register_buffer("coefficient", coefficient, persistent=False)
+
+    def features(self, x, position):
+        x = x * self.dim**-0.25
+        product = x[..., self.index[:, 0]]  # (b, h, t, r)
+        for factor in self.index.T[1:]:
+            product = product * x[..., factor]
+        return product * self.coefficient.to(x.dtype)
+
+
+class Taylor(FeatureMap):
+    """phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt(d): exp to second order (Based, 2402.18668)."""
+
+    name, positive = "taylor", False  # the features are signed; the weights 1 + s + s^2/2 >= 1/2 are not
+
+    def __init__(self, heads: int, dim: int, kv_heads: int):
+        super().__init__(heads, dim, kv_heads)
+        self.square = Polynomial(heads, dim, kv_heads, degree=2)
+        self.width = 1 + dim + self.square.width
+
+    def features(self, x, position):
+        one = torch.ones_like(x[..., :1])
+        return torch.cat([one, x * self.dim**-0.25, self.square.features(x, position) * 0.5**0.5], -1)
+
+
+class Favor(FeatureMap):
+    """phi(x)_i = exp(w_i . x - |x|^2 / 2) / sqrt(m), x scaled by d^(-1/4), w orthogonal (FAVOR+, arXiv 2009.14794).
+
+    E phi(q) . phi(k) = exp(q . k / sqrt(d)). Stabilized without bias: a query is divided by its own largest feature, a
+    factor of the whole row that normalization cancels; keys share one constant, fixed by w alone, because
+    w . x - |x|^2/2 <= |w|^2 / 2. (Subtracting the largest key seen, as in the released code, looks ahead.)
+    """
+
+    name, positive = "favor", True
+
+    def __init__(self, heads: int, dim: int, kv_heads: int, *, features: int | None = None, seed: int = 0):
+        super().__init__(heads, dim, kv_heads)
+        self.width = _count("favor", features, max(1, int(dim * math.log(dim))))
+        generator = torch.Generator().manual_seed(seed)
+        blocks = [orthogonal_gaussian(self.width, dim, generator) for _ in range(kv_heads)]
+        self.register_buffer("projection", torch.stack(blocks))  # (h_kv, m, d)
+
+    def query(self, x, position):
+        exponent = self.exponent(x)
+        return (exponent - self.query_shift(exponent)).exp() * self.width**-0.5
+
+    def key(self, x, position):
+        return (self.exponent(x) - self.key_shift()).exp() * self.width**-0.5
+
+    def exponent(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t m"]:
+        x = x * self.dim**-0.25
+        w = self.projection.to(x.dtype).repeat_interleave(x.shape[1] // self.kv_heads, 0)
+        return x @ w.mT - x.square().sum(-1, keepdim=True) / 2
+
+    def query_shift(self, exponent: Float[Tensor, "b h t m"]) -> Float[Tensor, "b h t 1"]:
+        return exponent.detach().amax(-1, keepdim=True)
+
+    def key_shift(self) -> float:
+        """Zero until |w|^2 / 2 leaves the range of float32 sums, around dim 100."""
+        return max(0.0, float(self.projection.square().sum(-1).max()) / 2 - 60.0)
+
+
+class Rff(FeatureMap):
+    """phi(x) = [sin(w_i . x), cos(w_i . x)] / sqrt(D), w ~ N(0, sigma^2), x of unit length (RFA, arXiv 2103.02143).
+
+    E phi(q) . phi(k) = exp(sigma^2 (q . k - 1)). Signed: a normalizer may vanish, see `attngap.ops`.
+    """
+
+    name, positive = "rff", False
+
+    def __init__(
+        self, heads: int, dim: int, kv_heads: int, *, features: int | None = None, sigma: float = 1.0, seed: int = 0
+    ):
+        super().__init__(heads, dim, kv_heads)
+        count = _count("rff", features, dim)
+        if not sigma > 0:
+            raise AttngapError(f"rff: sigma must be positive, got {sigma!r}")
+        self.sigma, self.width = sigma, 2 * count
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("projection", torch.randn(kv_heads, count, dim, generator=generator))
+
+    def features(self, x, position):
+        w = self.projection.to(x.dtype).repeat_interleave(x.shape[1] // self.kv_heads, 0)
+        angle = F.normalize(x, dim=-1) @ (self.sigma * w).mT
+        return torch.cat([angle.sin(), angle.cos()], -1) * (self.width // 2) ** -0.5
+
+
+class Cosformer(FeatureMap):
+    """phi(q_i) . phi(k_j) = relu(q_i) . relu(k_j) cos(pi/2 (i - j) / length) (arXiv 2202.08791).
+
+    Twice the width: cos(a - b) = cos a cos b + sin a sin b. Weights are >= 0 up to a distance of `length`, so longer
+    sequences are refused.
+    """
+
+    name, positive = "cosformer", True
+
+    def __init__(self, heads: int, dim: int, kv_heads: int, *, length: int = 65536):
+        super().__init__(heads, dim, kv_heads)
+        self.length = _count("cosformer", length, length, "length")
+        self.width = 2 * dim
+
+    def features(self, x, position):
+        last = int(position.max())
+        if last >= self.length:
+            raise AttngapError(f"cosformer: position {last} is past length={self.length}; raise the option `length`")
+        angle = (position.to(x.dtype) * (math.pi / 2 / self.length))[:, None, :, None]
+        x = F.relu(x)
+        return torch.cat([x * angle.cos(), x * angle.sin()], -1)
+
+
+class Hedgehog(FeatureMap):
+    """phi(x) = [softmax(x W), softmax(-x W)], W learned for each head, one for queries and one for keys (2402.04347).
+
+    W starts as the identity, or orthogonal when `features`, the width of one half, differs from dim.
+    """
+
+    name, positive, learned = "hedgehog", True, True
+
+    def __init__(self, heads: int, dim: int, kv_heads: int, *, features: int | None = None):
+        super().__init__(heads, dim, kv_heads)
+        half = _count("hedgehog", features, dim)
+        self.width = 2 * half
+        self.query_weight = nn.Parameter(_mixing(heads, dim, half))
+        self.key_weight = nn.Parameter(_mixing(kv_heads, dim, half))
+
+    def query(self, x, position):
+        return _both_signs(x @ self.query_weight)
+
+    def key(self, x, position):
+        return _both_signs(x @ self.key_weight)
+
+
+class Nothing(FeatureMap):
+    """phi(x) = 0: no weight at all. In a hybrid this leaves sinks and window only (StreamingLLM, arXiv 2309.17453)."""
+
+    name, positive = "none", True
+
+    def __init__(self, heads: int, dim: int, kv_heads: int):
+        super().__init__(heads, dim, kv_heads)
+        self.width = 1
+
+    def features(self, x, position):
+        return torch.zeros_like(x[..., :1])
+
+
+FEATURE_MAPS = (Nothing, Identity, Elu, Relu, Polynomial, Taylor, Favor, Rff, Cosformer, Hedgehog)
+
+
+def feature_map(name: str, heads: int, dim: int, kv_heads: int, **options: Any) -> FeatureMap:
+    """The map of that name: `feature_map("polynomial", heads=8, dim=64, kv_heads=2, degree=3)`."""
+    for cls in FEATURE_MAPS:
+        if cls.name == name:
+            return build(cls, f"feature map {name}", (heads, dim, kv_heads), options)
+    raise unknown("feature map", name, [cls.name for cls in FEATURE_MAPS])
+
+
+def monomials(dim: int, degree: int) -> tuple[Int[Tensor, "r degree"], Float[Tensor, " r"]]:
+    """Variables of each monomial of the degree, and the square root of its multinomial coefficient."""
+    index = list(itertools.combinations_with_replacement(range(dim), degree))
+    repeats = [math.prod(math.factorial(n) for n in Counter(row).values()) for row in index]
+    ways = torch.tensor(repeats, dtype=torch.float64).reciprocal() * math.factorial(degree)
+    return torch.tensor(index), ways.sqrt()
+
+
+def orthogonal_gaussian(count: int, dim: int, generator: torch.Generator) -> Float[Tensor, "count dim"]:
+    """Rows that are each N(0, I), orthogonal within every block of `dim`: lower variance than independent rows."""
+    blocks = []
+    for start in range(0, count, dim):
+        q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
+        q = q * r.diagonal().sign()  # uniform over rotations only with the signs fixed
+        length = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
+        blocks.append((q.T * length)[: min(dim, count - start)])
+    return torch.cat(blocks).float()
+
+
+def _mixing(heads: int, dim: int, width: int) -> Tensor:
+    one = torch.eye(dim) if width == dim else nn.init.orthogonal_(torch.empty(dim, width))
+    return one.repeat(heads, 1, 1)  # (h, d, f)
+
+
+def _both_signs(x: Tensor) -> Tensor:
+    return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+
+
+def _count(name: str, given: int | None, default: int, label: str = "features") -> int:
+    value = default if given is None else given
+    if not isinstance(value, int) or value < 1:
+        raise AttngapError(f"{name}: {label} must be a whole number of at least 1, got {value!r}")
+    return value

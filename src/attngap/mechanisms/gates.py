@@ -1,0 +1,91 @@
+"""Gates: how much a memory keeps (log_decay <= 0) and how strongly it writes (beta), computed from the layer's input.
+
+Key-side like the keys: one gate for each key head.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attngap.errors import AttngapError
+
+
+class Gate(nn.Module):
+    """Maps x `(b, t, m)` to a gate `(b, h_kv, t)` or `(b, h_kv, t, dim)`."""
+
+    def __init__(self, name: str, model_dim: int):
+        super().__init__()
+        if not isinstance(model_dim, int) or model_dim < 1:
+            raise AttngapError(f"{name}: model_dim must be a whole number of at least 1, got {model_dim!r}")
+        self.name, self.model_dim = name, model_dim
+
+    def forward(self, x: Float[Tensor, "b t m"]) -> Tensor:
+        if x.shape[-1] != self.model_dim:
+            raise AttngapError(
+                f"{self.name}: x must have {self.model_dim} channels, got {x.shape[-1]}; set the option model_dim"
+            )
+        return self.gate(x)
+
+    def gate(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LogSigmoidGate(Gate):
+    """log_decay = logsigmoid(x A B + bias) / 16, one for each channel of each key, A B of low rank (2312.06635)."""
+
+    def __init__(self, name: str, model_dim: int, heads: int, dim: int, rank: int = 16, temperature: float = 16.0):
+        super().__init__(name, model_dim)
+        self.heads, self.temperature = heads, temperature
+        self.down = nn.Linear(model_dim, rank, bias=False)
+        self.up = nn.Linear(rank, heads * dim)
+
+    def gate(self, x):
+        logit = self.up(self.down(x)).unflatten(-1, (self.heads, -1))  # (b, t, h, d)
+        return F.logsigmoid(logit).transpose(1, 2) / self.temperature
+
+
+class StepSizeGate(Gate):
+    """dt = softplus(x W + bias) and log_decay = -exp(a) dt: Mamba's discretized decay (2405.21060).
+
+    `dim` None gives one number a head; otherwise one a channel through a low-rank W. a starts uniform in log [1, 16],
+    dt log-uniform in [0.001, 0.1], as in the papers.
+    """
+
+    def __init__(self, name: str, model_dim: int, heads: int, dim: int | None = None, rank: int | None = None):
+        super().__init__(name, model_dim)
+        self.heads, self.dim = heads, dim
+        width = heads * (dim or 1)
+        inner = rank or model_dim
+        self.down = nn.Linear(model_dim, rank, bias=False) if rank else nn.Identity()
+        self.project = nn.Linear(inner, width, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        dt = torch.exp(torch.rand(width) * math.log(100) + math.log(0.001))
+        self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
+
+    def step_size(self, x: Tensor) -> Tensor:
+        """dt, (b, h, t) or (b, h, t, dim)."""
+        dt = F.softplus(self.project(self.down(x)) + self.bias)
+        return dt.unflatten(-1, (self.heads, self.dim)).transpose(1, 2) if self.dim else dt.transpose(1, 2)
+
+    def gate(self, x):
+        rate = self.log_rate.exp()
+        return -self.step_size(x) * (rate[:, None, None] if self.dim else rate[:, None])
+
+
+class WriteGate(Gate):
+    """beta = sigmoid(x W): how much of the old value under a key is replaced (2406.06484)."""
+
+    def __init__(self, name: str, model_dim: int, heads: int):
+        super().__init__(name, model_dim)
+        self.project = nn.Linear(model_dim, heads, bias=False)
+
+    def gate(self, x):
+        return self.project(x).sigmoid().transpose(1, 2)
+
+
+def retention_decay(heads: int) -> Float[Tensor, " heads"]:
+    """log(1 - 2^(-5 - i)) for head i: fixed decays from 1/32 a token down (2307.08621)."""
+    return torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads, dtype=torch.float64)))).float()

@@ -1,0 +1,147 @@
+"""Exact softmax nearby, features far away, under one normalizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attngap.errors import AttngapError, unknown
+from attngap.mechanisms.base import Mechanism, State, Streams, read_out
+from attngap.mechanisms.feature_maps import feature_map as make_map
+from attngap.mechanisms.linear_state import EPS
+from attngap.ops.check import check_count
+from attngap.ops.hybrid import hybrid_attention
+from attngap.ops.hybrid_state import empty_state
+from attngap.ops.naive import expand_heads, hybrid_weights, safe_normalizer
+
+GAINS = ("none", "head", "query")
+
+
+class Hybrid(Mechanism):
+    """w_ij ~ exp(s q_i . k_j) for near keys and exp(g_i) phi(q_i) . psi(k_j) for the other past keys.
+
+    Near are the first `sinks` and the last `window`, as in LoLCATs (arXiv 2410.10254) with sinks added. `feature_map` is
+    any name of `attngap.mechanisms.feature_maps`, its options in `map_options`; "none" drops the far keys. With
+    `relative` far weights are measured against the row's largest near logit. g is zero (`gain="none"`), one learned
+    number a head ("head") or an affine function of the query ("query"). Causal only.
+    """
+
+    name, paper, normalized = "hybrid", "2410.10254", True
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        *,
+        feature_map: str = "hedgehog",
+        map_options: Mapping[str, Any] | None = None,
+        window: int = 64,
+        sinks: int = 4,
+        relative: bool = True,
+        gain: str = "head",
+        scale: float | None = None,
+        kv_heads: int | None = None,
+    ):
+        super().__init__(heads, dim, value_dim, kv_heads=kv_heads)
+        check_count("hybrid: window", window, 1)
+        check_count("hybrid: sinks", sinks, 0)
+        if gain not in GAINS:
+            raise unknown("gain of hybrid", gain, GAINS)
+        self.feature_map = make_map(feature_map, heads, dim, self.kv_heads, **(map_options or {}))
+        self.window, self.sinks, self.relative, self.gain = window, sinks, relative, gain
+        self.scale = dim**-0.5 if scale is None else scale
+        self.log_gain = nn.Parameter(torch.zeros(heads)) if gain != "none" else None
+        self.gain_weight = nn.Parameter(torch.zeros(heads, dim)) if gain == "query" else None
+        self.learned = self.feature_map.learned or gain != "none"
+
+    def encode(self, x, q, k, v, position, mask) -> Streams:
+        fq, fk = self.feature_map.query(q, position), self.feature_map.key(k, position)
+        return Streams(q, k, v, fq=fq, fk=fk, log_gain=self._gain(q), mask=mask)
+
+    def init_state(self, streams: Streams) -> State:
+        return empty_state(streams.k, streams.v, _far(streams)[1], self.window, self.sinks)
+
+    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+        real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
+        new = self._write(state, streams)
+        dtype = new["S"].dtype
+        q, fq = streams.q.to(dtype), _far(streams)[0].to(dtype)
+        k, v = (expand_heads(new[name], self.heads).to(dtype) for name in ("k", "v"))
+        filled = torch.arange(k.shape[2], device=k.device) < new["count"][:, None]  # (b, slots)
+        filled = filled[:, None, None] | ~real  # a row of padding is zeroed below; it must not be empty
+        logits = (q @ k.mT * self.scale).masked_fill(~filled, -torch.inf)  # (b, h, 1, slots)
+        top = logits.amax(-1, keepdim=True)
+        gain = torch.zeros_like(top) if streams.log_gain is None else streams.log_gain.to(dtype)[..., None]
+        gain = gain + top if self.relative else gain
+        mass = read_out(fq, new["z"][..., None])
+        # Measured against the larger of the largest near weight and the far mass, so that neither overflows.
+        unit = torch.maximum(top, torch.where(mass == 0, -torch.inf, gain + mass.abs().log())).detach()
+        near, far = (logits - unit).exp(), (gain - unit).exp()
+        total = near.sum(-1, keepdim=True) + far * mass
+        out = (near @ v + far * read_out(fq, new["S"])) / safe_normalizer(total, EPS)
+        return new, (out * real).to(streams.v.dtype)
+
+    def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
+        fq, fk = _far(streams)
+        return hybrid_weights(streams.q, streams.k, fq, fk, **self._options(streams))
+
+    def chunked(
+        self, streams: Streams, state: State | None = None, chunk: int | None = None
+    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+        fq, fk = _far(streams)
+        options = self._options(streams)
+        out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, state=state, chunk=chunk, **options)
+        return after, out
+
+    def state_floats(self, t: int) -> int:
+        r, slots = self.feature_map.width, self.sinks + self.window
+        return slots * (self.dim + self.value_dim) + self.window * r + r * (self.value_dim + 1)
+
+    def state_rank(self, t: int) -> int:
+        """Sinks and the window before t are columns of their own; every other column is far for all rows from t on."""
+        return min(self.sinks + self.window + self.feature_map.width, t + 1)
+
+    def _options(self, streams: Streams) -> dict[str, Any]:
+        return {
+            "window": self.window,
+            "sinks": self.sinks,
+            "scale": self.scale,
+            "log_gain": streams.log_gain,
+            "relative": self.relative,
+            "mask": streams.mask,
+        }
+
+    def _gain(self, q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t"] | None:
+        if self.log_gain is None:
+            return None
+        gain = self.log_gain[None, :, None].expand(q.shape[:3])
+        return gain if self.gain_weight is None else gain + (q * self.gain_weight[:, None]).sum(-1)
+
+    def _write(self, state: State, streams: Streams) -> State:
+        """Put the token into its slot; the one it displaces, if any, joins the far sums. Padding changes nothing."""
+        real = streams.real[:, :, None, None]  # (b, 1, 1, 1)
+        _, fk = _far(streams)
+        count = state["count"]  # (b,)
+        ring = (count - self.sinks) % self.window
+        slot = torch.where(count < self.sinks, count, self.sinks + ring)
+        here = (torch.arange(state["k"].shape[2], device=fk.device) == slot[:, None])[:, None, :, None] & real
+        ring_here = here[:, :, self.sinks :]  # (b, 1, window, 1)
+        leaves = ring_here & (count >= self.sinks + self.window)[:, None, None, None]
+        gone = (state["fk"] * leaves).to(state["S"].dtype)  # (b, h_kv, window, r)
+        return {
+            "k": torch.where(here, streams.k, state["k"]),
+            "v": torch.where(here, streams.v, state["v"]),
+            "fk": torch.where(ring_here, fk, state["fk"]),
+            "S": state["S"] + gone.mT @ state["v"][:, :, self.sinks :].to(gone.dtype),
+            "z": state["z"] + gone.sum(2),
+            "count": count + streams.real[:, 0],
+        }
+
+
+def _far(streams: Streams) -> tuple[Tensor, Tensor]:
+    if streams.fq is None or streams.fk is None:
+        raise AttngapError("hybrid: these streams have no far features; make them with this mechanism's `read`")
+    return streams.fq, streams.fk
