@@ -108,7 +108,8 @@ def hybrid_weights(
     """(b, h, t, t): exp(scale q.k) on near keys, exp(log_gain_i) fq_i.fk_j on the other past keys, rows summing to one.
 
     Near keys are the first `sinks` and the last `window` (the row itself included). With `relative` the far weights are
-    measured against the row's largest near logit c_i: exp(c_i + log_gain_i) fq_i.fk_j.
+    measured against the row's largest near logit c_i: exp(c_i + log_gain_i) fq_i.fk_j. A row is measured in units of
+    the larger of its largest near weight and its far mass: neither side overflows, and eps is relative to that unit.
     """
     b, h, t, d = q.shape
     k, fk = expand_heads(k, h), expand_heads(fk, h)
@@ -119,9 +120,10 @@ def hybrid_weights(
     top = logits.amax(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)  # rows of padding have no near key
     gain = q.new_zeros(b, h, t, 1) if log_gain is None else _gain(log_gain, b, h, t)
-    # Weights are exp(c_i) times these, and c_i cancels in the normalizer.
-    far = (gain if relative else gain - top).exp() * (fq @ fk.mT)
-    raw = (logits - top).exp() + far.masked_fill(~(past & ~near), 0.0)
+    lift = gain + top if relative else gain
+    far = (fq @ fk.mT).masked_fill(~(past & ~near), 0.0)
+    unit = torch.maximum(top, lift + far.sum(-1, keepdim=True).abs().log()).detach()
+    raw = (logits - unit).exp() + far * (lift - unit).clamp(max=700).exp()  # the clamp bites only where far is zero
     return raw / safe_normalizer(raw.sum(-1, keepdim=True), eps)
 
 

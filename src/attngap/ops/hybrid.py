@@ -1,0 +1,166 @@
+"""Hybrid attention: exact softmax on sinks and a window, features on the rest, under one normalizer."""
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from attngap.errors import AttngapError
+from attngap.ops.check import (
+    accumulate_dtype,
+    check_alike,
+    check_attention,
+    check_count,
+    check_device,
+    check_finite,
+    check_width,
+    shape,
+)
+from attngap.ops.hybrid_blocks import HybridBlocks
+from attngap.ops.hybrid_layout import Layout
+from attngap.ops.hybrid_state import State, check_hybrid_state, empty_state, roll_up, step, unroll
+
+BLOCK = 64
+
+
+def hybrid_attention(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b h_kv t d"],
+    v: Float[Tensor, "b h_kv t dv"],
+    fq: Float[Tensor, "b h t r"],
+    fk: Float[Tensor, "b h_kv t r"],
+    *,
+    window: int,
+    sinks: int = 4,
+    scale: float | None = None,
+    log_gain: Tensor | None = None,
+    relative: bool = False,
+    state: State | None = None,
+    mask: Shaped[Tensor, "b t"] | None = None,
+    chunk: int | None = None,
+    inplace: bool = False,
+) -> tuple[Float[Tensor, "b h t dv"], State]:
+    """Row i weighs its near keys by exp(scale q_i.k_j), all other past keys by exp(log_gain_i) fq_i.fk_j.
+
+    Near keys are the first `sinks` and the last `window`, the row itself included; one normalizer serves both (LoLCATs,
+    arXiv 2410.10254). With `relative` the features are measured against the row's largest near logit c_i, as
+    exp(c_i + log_gain_i) fq_i.fk_j. Time is linear in t, the state constant in size. `log_gain` is None (zero), (h,) or
+    (b, h, t); `mask` is (b, t), True at real tokens: others are not attended to, do not count as positions, and give
+    zero rows. `chunk` is the number of rows computed at a time. With `inplace` a state handed in is overwritten where
+    that saves time, as in decoding; it needs torch.no_grad.
+
+    A row is measured in units of the larger of its largest near weight and its far mass, so nothing overflows. A
+    normalizer below 1e-6 in that unit (possible only with features of both signs) is replaced by 1e-6 with its sign.
+    """
+    _check(q, k, v, fq, fk, window, sinks, log_gain, mask, chunk)
+    temper = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if state is None:
+        state, fresh = empty_state(k, v, fk, window, sinks), True
+    else:
+        check_hybrid_state(state, k, v, fk, window, sinks)
+        fresh = False
+    tracked = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, fq, fk, log_gain, *state.values())
+    )
+    if inplace and tracked:
+        raise AttngapError("inplace=True would overwrite what the backward needs: call under torch.no_grad()")
+    if mask is not None and bool(mask.all()):
+        mask = None
+    gain = _gain(log_gain, q)
+    inputs = (q, k, v, fq, fk, gain)
+    if q.shape[2] == 1 and mask is None and not tracked:
+        if not (inplace or fresh):
+            state = {name: x.clone() for name, x in state.items()}
+        out = step(state, *inputs, window=window, sinks=sinks, scale=temper, relative=relative)
+    else:
+        options = {"window": window, "sinks": sinks, "chunk": chunk or BLOCK, "scale": temper, "relative": relative}
+        out, state = _pieces(inputs, state, mask, options)
+    check_finite({"out": out}, {"q": q, "k": k, "v": v, "fq": fq, "fk": fk, "log_gain": log_gain})
+    return out, state
+
+
+def window_attention(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b h_kv t d"],
+    v: Float[Tensor, "b h_kv t dv"],
+    *,
+    window: int,
+    sinks: int = 4,
+    scale: float | None = None,
+    state: State | None = None,
+    mask: Shaped[Tensor, "b t"] | None = None,
+    chunk: int | None = None,
+    inplace: bool = False,
+) -> tuple[Float[Tensor, "b h t dv"], State]:
+    """Sinks and window only (StreamingLLM, arXiv 2309.17453): hybrid attention whose features are zero."""
+    fq, fk = (x.new_zeros(()).expand(*x.shape[:3], 1) for x in (q, k))
+    options = {"window": window, "sinks": sinks, "scale": scale, "chunk": chunk, "inplace": inplace}
+    return hybrid_attention(q, k, v, fq, fk, state=state, mask=mask, **options)
+
+
+def _check(q, k, v, fq, fk, window, sinks, log_gain, mask, chunk) -> None:
+    check_attention(q, k, v, mask)
+    check_alike(q, fq=fq, fk=fk)
+    for name, x, like, source in (("fq", fq, "q", q), ("fk", fk, "k", k)):
+        if x.ndim != 4 or x.shape[:3] != source.shape[:3]:
+            raise AttngapError(f"{name} must have the batch, heads and time of {like} {shape(source)}, got {shape(x)}")
+    check_width("fk", fk, fq.shape[3], "fq")
+    check_count("window", window, 1)
+    check_count("sinks", sinks, 0)
+    check_count("chunk", chunk, 1)
+    b, h, t, _ = q.shape
+    if log_gain is not None:
+        if tuple(log_gain.shape) not in ((h,), (b, h, t)):
+            raise AttngapError(f"log_gain must be ({h},) or ({b}, {h}, {t}), got {shape(log_gain)}")
+        check_device("log_gain", log_gain, q)
+
+
+def _gain(log_gain: Tensor | None, q: Tensor) -> Tensor:
+    """(b, h, t) in the accumulating type, by broadcasting."""
+    acc = accumulate_dtype(q.dtype)
+    if log_gain is None:
+        return q.new_zeros((), dtype=acc).expand(q.shape[:3])
+    return (log_gain[None, :, None] if log_gain.ndim == 1 else log_gain).to(acc).expand(q.shape[:3])
+
+
+def _pieces(inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, options: dict) -> tuple[Tensor, State]:
+    """Sequences with the same count and the same padding share a layout: one call for each such group."""
+    q, v, count = inputs[0], inputs[2], state["count"]
+    if mask is None and len(set(count.tolist())) == 1:
+        return _piece(inputs, state, int(count[0]), **options)
+    real = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
+    kinds, member = torch.unique(torch.cat((count[:, None], real.long()), 1), dim=0, return_inverse=True)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    states, order = [], []
+    for kind in range(len(kinds)):
+        which = (member == kind).nonzero()[:, 0]
+        tokens = real[which[0]].nonzero()[:, 0]
+        old = {name: x[which] for name, x in state.items()}
+        if len(tokens):
+            cut = tuple(x[which][:, :, tokens] for x in inputs)
+            part, old = _piece(cut, old, int(kinds[kind, 0]), **options)
+            out[which[:, None], :, tokens] = part.transpose(1, 2)
+        states.append(old)
+        order.append(which)
+    back = torch.cat(order).argsort()
+    return out, {name: torch.cat([part[name] for part in states])[back] for name in state}
+
+
+def _piece(
+    inputs: tuple[Tensor, ...], state: State, count: int, *, window: int, sinks: int, chunk: int, scale, relative
+) -> tuple[Tensor, State]:
+    """All sequences have seen `count` tokens and have no padding in this piece."""
+    q, k, v, fq, fk, gain = inputs
+    t = q.shape[2]
+    old_sinks = min(count, sinks)
+    new_sinks = min(sinks - old_sinks, t)
+    past = unroll(state, count, window, sinks)
+    layout = Layout(old_sinks, new_sinks, past[2].shape[2], t, window, chunk)
+    out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, state["S"], state["z"], layout, scale, relative)
+    return out, {
+        "k": roll_up(past[0], k, count, window, sinks),
+        "v": roll_up(past[1], v, count, window, sinks),
+        "fk": roll_up(past[2], fk[:, :, new_sinks:], max(0, count - sinks), window, 0),
+        "S": S,
+        "z": z,
+        "count": state["count"] + t,
+    }
