@@ -1,9 +1,91 @@
-"""Shared by all tests: one thread count, so that runs repeat to the bit."""
+"""Shared by all tests: one thread count, so that runs repeat to the bit; and a real browser for those that need one."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+
+# Chromium as root needs no sandbox; nothing here may talk to the outside on its own.
+CHROMIUM_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless browser, shared; skips where there is none."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip("no chromium on this machine; Debian: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=list(CHROMIUM_FLAGS))
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page in the browser with what it printed and asked for."""
+
+    def __init__(self, browser, url: str, **options):
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", self._printed)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(url)
+        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+
+    def _printed(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def marks(self) -> dict[str, int]:
+        """Chart to the number of visible things drawn in it."""
+        return self.page.evaluate(
+            """() => Object.fromEntries(Object.keys(attngap.views).map(id => {
+                const root = document.querySelector(`[data-chart="${id}"] .canvas`) || document.getElementById(id.replace("-spectrum", ""));
+                return [id, root.querySelectorAll('svg g[class*="role-mark"] path, svg g[class*="role-mark"] text').length];
+            }))"""
+        )
+
+    def faults(self) -> list[str]:
+        """Serious and critical accessibility faults found by axe-core."""
+        import axe_playwright_python
+
+        script = Path(axe_playwright_python.__file__).with_name("axe.min.js").read_text()
+        self.page.evaluate(script)
+        found = self.page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{fault['id']}: {fault['nodes'][0]['html'][:160]} {fault['nodes'][0]['failureSummary']}"
+            for fault in found["violations"]
+            if fault["impact"] in ("serious", "critical")
+        ]
+
+
+@pytest.fixture
+def visit(chromium):
+    """`visit(url, viewport=..., color_scheme=...)`: open a page and wait until its charts are drawn."""
+    visits: list[Visit] = []
+
+    def open_page(url: str, **options) -> Visit:
+        visits.append(Visit(chromium, url, **options))
+        return visits[-1]
+
+    yield open_page
+    for each in visits:
+        each.context.close()

@@ -1,0 +1,150 @@
+"""Pictures of heads: the layer x head map, one head's floor and ceiling, where the damage sits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from attngap.charts.frame import BLUE, ORANGE, TEAL, Row, altair, rows
+from attngap.errors import unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A number a head has: its key in a head row, its name for people, how it is written and colored."""
+
+    key: str
+    label: str
+    form: str = ".3g"
+    scale: str = "linear"
+    help: str = ""
+
+
+# What the map can be colored by, in the order of the selector.
+METRICS = (
+    Metric("damage", "damage if replaced", ".2g", "log", "Fisher estimate of the KL, nats a token, this head replaced"),
+    Metric("unavoidable", "unavoidable damage", ".2g", "log", "the part no linear attention of this rank can avoid"),
+    Metric("floor", "floor", ".1%", "sqrt", "certified lower bound on the relative error of any linear attention"),
+    Metric("kappa", "selection exponent κ", ".2f", "linear", "at least 1: the row's top key holds half the mass"),
+    Metric("sink", "sink mass", ".1%", "linear", "attention on the first tokens"),
+    Metric("far", "far mass", ".1%", "linear", "attention outside the window and the sinks"),
+)
+VERDICTS = {"keep": ORANGE, "replace": BLUE, "window": TEAL}
+
+
+def head_map(heads: Sequence[Row], color: str = "verdict"):
+    """Layers across, heads down, one square a head; `color` is "verdict" or the key of a METRIC the heads carry."""
+    alt = altair()
+    tall = 1 + max(head["head"] for head in heads)
+    chosen = alt.param(name="chosen", value="")
+    known = [metric for metric in METRICS if metric.key in heads[0]]
+    tooltip = [alt.Tooltip("id:N", title="head"), alt.Tooltip("verdict:N")]
+    tooltip += [alt.Tooltip(f"{metric.key}:Q", title=metric.label, format=metric.form) for metric in known]
+    outline = alt.condition("datum.id == chosen", alt.value(3), alt.value(0))
+    gap = alt.Scale(paddingInner=0.08)
+    return (
+        alt.Chart(rows(heads, ["id", "layer", "head", "verdict", *(metric.key for metric in known)]))
+        .mark_rect(cornerRadius=1.5, stroke="#000")
+        .encode(
+            x=alt.X("layer:O", title="layer", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
+            y=alt.Y("head:O", title="head", scale=gap, axis=alt.Axis(labelOverlap=True, ticks=False)),
+            color=_color(alt, heads, color),
+            strokeWidth=outline,
+            tooltip=tooltip,
+        )
+        .add_params(chosen)
+        .properties(width="container", height=max(100, (24 if tall <= 16 else 14 if tall <= 40 else 9) * tall))
+    )
+
+
+def _color(alt, heads: Sequence[Row], color: str):
+    if color == "verdict":
+        names = [name for name in VERDICTS if any(head["verdict"] == name for head in heads)]
+        scale = alt.Scale(domain=names, range=[VERDICTS[name] for name in names])
+        return alt.Color("verdict:N", title="verdict", scale=scale, legend=alt.Legend(orient="top"))
+    metric = next((metric for metric in METRICS if metric.key == color), None)
+    if metric is None:
+        raise unknown("color", color, ["verdict", *(metric.key for metric in METRICS)])
+    kind = metric.scale
+    if kind == "log" and min((head.get(color) or 0) for head in heads) <= 0:
+        kind = "sqrt"  # a logarithm has no place for heads without damage
+    legend = alt.Legend(orient="top", format=metric.form, gradientLength=180, tickCount=3)
+    return alt.Color(f"{color}:Q", title=metric.label, scale=alt.Scale(type=kind, scheme="plasma"), legend=legend)
+
+
+def bounds(points: Sequence[Row] | None = None):
+    """Relative error against rank: the certified floor, the ceiling that a construction reaches, the band between.
+
+    Rows: rank, floor, ceiling. Without rows the data is named "spectrum", for a page that fills it in.
+    """
+    alt = altair()
+    base = alt.Chart(alt.NamedData("spectrum") if points is None else rows(points))
+    x = alt.X("rank:Q", scale=alt.Scale(type="log", base=2), title="state rank r", axis=alt.Axis(tickCount=5))
+    percent = alt.Axis(format="%", tickCount=4)
+    band = base.mark_area(opacity=0.25, color=BLUE).encode(
+        x=x, y=alt.Y("floor:Q", title="relative error", axis=percent), y2="ceiling:Q"
+    )
+    line = {"x": x, "tooltip": ["rank:Q", alt.Tooltip("floor:Q", format=".2%"), alt.Tooltip("ceiling:Q", format=".2%")]}
+    floor = base.mark_line(color=ORANGE, point=alt.OverlayMarkDef(color=ORANGE)).encode(y="floor:Q", **line)
+    ceiling = base.mark_line(color=BLUE, point=alt.OverlayMarkDef(color=BLUE)).encode(y="ceiling:Q", **line)
+    return alt.layer(band, floor, ceiling).properties(width="container", height=190)
+
+
+def damage_split(heads: Sequence[Row], most: int = 30):
+    """The heads that cost most, each bar split into what no linear attention avoids and what a better map could win."""
+    alt = altair()
+    worst = sorted(heads, key=lambda head: -(head["damage"] or 0))[:most]
+    parts = [
+        {"id": head["id"], "part": part, "damage": value, "order": place}
+        for place, head in enumerate(worst)
+        for part, value in (
+            ("unavoidable at this rank", head["unavoidable"] or 0.0),
+            ("lost by the feature map", max(0.0, (head["damage"] or 0.0) - (head["unavoidable"] or 0.0))),
+        )
+    ]
+    colors = alt.Scale(domain=["unavoidable at this rank", "lost by the feature map"], range=[ORANGE, BLUE])
+    return (
+        alt.Chart(rows(parts))
+        .mark_bar()
+        .encode(
+            x=alt.X("id:N", sort=alt.SortField("order"), title="head (layer.head)", axis=alt.Axis(labelAngle=-60)),
+            y=alt.Y("damage:Q", title="damage, nats a token"),
+            color=alt.Color("part:N", scale=colors, title=None, legend=alt.Legend(orient="top")),
+            order=alt.Order("part:N", sort="descending"),
+            tooltip=["id:N", "part:N", alt.Tooltip("damage:Q", format=".3g")],
+        )
+        .properties(width="container", height=240)
+    )
+
+
+def concentration(heads: Sequence[Row]):
+    """Share of all damage carried by the k most harmful heads: how few must be kept."""
+    alt = altair()
+    values = sorted((head["damage"] or 0.0 for head in heads), reverse=True)
+    total, running, points = sum(values) or 1.0, 0.0, [{"heads": 0, "share": 0.0}]
+    for place, value in enumerate(values, 1):
+        running += value
+        points.append({"heads": place, "share": running / total})
+    return (
+        alt.Chart(rows(points))
+        .mark_line(color=BLUE, interpolate="monotone")
+        .encode(
+            x=alt.X("heads:Q", title="heads kept, most harmful first"),
+            y=alt.Y("share:Q", title="share of all damage they carry", axis=alt.Axis(format="%")),
+            tooltip=["heads:Q", alt.Tooltip("share:Q", format=".1%")],
+        )
+        .properties(width="container", height=240)
+    )
+
+
+def selection(heads: Sequence[Row], context: int):
+    """Selection exponent of each head against the context n* at which it would stop selecting (an extrapolation)."""
+    alt = altair()
+    base = alt.Chart(rows(heads, ["id", "verdict", "kappa", "n_star"]))
+    points = base.mark_circle(size=46, opacity=0.75).encode(
+        x=alt.X("n_star:Q", scale=alt.Scale(type="log"), title="n*: stops selecting beyond, tokens (extrapolated)"),
+        y=alt.Y("kappa:Q", title=f"selection exponent κ at {context:,} tokens"),
+        color=alt.Color("verdict:N", scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())), title=None),
+        tooltip=["id:N", "verdict:N", alt.Tooltip("kappa:Q", format=".2f"), alt.Tooltip("n_star:Q", format=",.0f")],
+    )
+    here = alt.Chart(rows([{"n": context}])).mark_rule(strokeDash=[4, 3]).encode(x="n:Q")
+    one = alt.Chart(rows([{"kappa": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="kappa:Q")
+    return alt.layer(here, one, points).properties(width="container", height=280)

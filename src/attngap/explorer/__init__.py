@@ -1,0 +1,1 @@
+"""The page one plays with: the report's charts, live, served to this machine only."""

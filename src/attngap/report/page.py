@@ -1,0 +1,270 @@
+"""One self-contained HTML page: sections of text, charts and tables; Vega inlined once; data packed once.
+
+Text goes through Jinja's autoescape, so markup in a model's name, a passage or a path is shown and never run. A
+content security policy forbids every request, so a page that opens is a page that needs nothing from outside.
+"""
+
+import base64
+import dataclasses
+import functools
+import json
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any, ClassVar
+
+from attngap.errors import AttngapError
+
+Row = dict[str, Any]
+ROWS_SHOWN = 20  # rows written into the page; the others come from the packed data, a page of rows at a time
+SCRIPTS = ("data.js", "charts.js", "tables.js", "heads.js")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Paragraphs; `tone` is "plain", "note" (a caveat) or "pre" (output kept as printed)."""
+
+    kind: ClassVar[str] = "text"
+    paragraphs: Sequence[str]
+    tone: str = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A number people decide on, what it is, and what it was before."""
+
+    value: str
+    label: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    kind: ClassVar[str] = "facts"
+    facts: Sequence[Fact]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A Vega-Lite spec with the sentence a person who cannot see it gets instead.
+
+    `choices` are further specs of the same picture (other colors, other quantities) that a selector switches between.
+    """
+
+    kind: ClassVar[str] = "chart"
+    id: str
+    title: str
+    alt: str
+    spec: Row
+    caption: str = ""
+    choices: dict[str, Row] = dataclasses.field(default_factory=dict)
+    choice_label: str = "Show"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    key: str
+    label: str
+    form: str = ""  # a format spec such as ".3g" or ".1%"; empty for text and counts
+    help: str = ""
+
+    def show(self, row: Row) -> str:
+        return show(row.get(self.key), self.form)
+
+    @property
+    def numeric(self) -> bool:
+        return bool(self.form)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Sortable, downloadable as CSV with full precision; `opens_head` makes each first cell a button."""
+
+    kind: ClassVar[str] = "table"
+    id: str
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    opens_head: bool = False
+
+    @property
+    def shown(self) -> Sequence[Row]:
+        return self.rows[:ROWS_SHOWN]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPanel:
+    """Where a click on a head opens: its numbers, its pattern, its spectrum."""
+
+    kind: ClassVar[str] = "head-panel"
+    id: str
+    map_id: str
+    table_id: str
+    heads: Sequence[Row]
+    fields: Sequence[Column]
+    spectrum: Row | None = None
+    passages: Sequence[Row] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Inputs of the explorer, drawn by a template of their own."""
+
+    kind: ClassVar[str] = "form"
+    template: str
+    values: Row = dataclasses.field(default_factory=dict)
+
+
+Block = Text | Facts | Chart | Table | HeadPanel | Form
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    id: str
+    title: str
+    blocks: Sequence[Block]
+    lead: str = ""
+
+
+def show(value: Any, form: str = "") -> str:
+    """A cell as a person reads it: a dash for what was not measured, yes and no for booleans."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if form and isinstance(value, int | float):
+        return format(value, form)
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def render(
+    title: str,
+    sections: Sequence[Section],
+    *,
+    subtitle: str = "",
+    answer: Sequence[str] = (),
+    live: bool = False,
+    scripts: Iterable[str] = (),
+) -> str:
+    """The page. `live` allows requests to its own server (the explorer); a report allows none at all."""
+    packed = Packer()
+    for section in sections:
+        for block in section.blocks:
+            packed.add(block)
+    code = [_asset(name) for name in (*SCRIPTS, *scripts)]
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=title,
+            subtitle=subtitle,
+            answer=answer,
+            sections=sections,
+            live=live,
+            style=_asset("page.css"),
+            vega=_vega(),
+            script="\n".join(code),
+            packed=packed.encode(),
+        )
+    )
+
+
+class Packer:
+    """Gathers specs and rows, each set of rows once however many charts draw it, into one deflated blob."""
+
+    def __init__(self) -> None:
+        self.charts: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
+        self.tables: dict[str, Any] = {}
+        self.panels: dict[str, Any] = {}
+
+    def add(self, block: Block) -> None:
+        if isinstance(block, Chart):
+            choices = {name: self._spec(spec) for name, spec in block.choices.items()}
+            self.charts[block.id] = {"spec": self._spec(block.spec), "choices": choices, "alt": block.alt}
+        elif isinstance(block, Table):
+            keys = [column.key for column in block.columns]
+            self.tables[block.id] = {
+                "columns": [dataclasses.asdict(column) for column in block.columns],
+                "rows": _columnar([{key: row.get(key) for key in keys} for row in block.rows]),
+                "shown": ROWS_SHOWN,
+            }
+        elif isinstance(block, HeadPanel):
+            self.panels[block.id] = {
+                "map": block.map_id,
+                "table": block.table_id,
+                "heads": _columnar(block.heads),
+                "fields": [dataclasses.asdict(field) for field in block.fields],
+                "spectrum": block.spectrum,
+                "passages": list(block.passages),
+            }
+
+    def _spec(self, spec: Row) -> Row:
+        spec = dict(spec)
+        for name, rows in spec.pop("datasets", {}).items():
+            self.data[name] = _columnar(rows)
+        return spec
+
+    def encode(self) -> str:
+        whole = {"charts": self.charts, "data": self.data, "tables": self.tables, "panels": self.panels}
+        text = json.dumps(_finite(whole), separators=(",", ":"), ensure_ascii=False)
+        return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _columnar(rows: Sequence[Row]) -> Row:
+    """[{a: 1, b: 2}, ...] -> {keys: [a, b], columns: [[1, ...], [2, ...]]}: a third of the size, and deflates better."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return {"keys": keys, "columns": [[row.get(key) for row in rows] for key in keys], "length": len(rows)}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: NaN is not measured (null), an infinity keeps its name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@functools.cache
+def _environment():
+    try:
+        import jinja2
+    except ImportError:
+        raise AttngapError("Reports need an extra that is not installed. Next: pip install 'attngap[report]'") from None
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attngap.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["show"] = show
+    return environment
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return files("attngap.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _vega() -> str:
+    """Vega, Vega-Lite and vega-embed as one script of 0.9 MB, from the installed vl-convert: no copy in this tree."""
+    try:
+        import altair
+        import vl_convert
+    except ImportError:
+        raise AttngapError("Reports need an extra that is not installed. Next: pip install 'attngap[report]'") from None
+    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed; window.vega = vega;", vl_version=version)
+    if "</script" in bundle.lower():
+        raise AttngapError(
+            "The installed vl-convert gives a script that cannot be inlined. Next: update vl-convert-python"
+        )
+    return bundle
