@@ -66,6 +66,7 @@ class Mechanism(nn.Module):
     normalized: bool  # do rows of `weights` sum to one
     learned: bool = False  # has parameters
     gated: ClassVar[bool] = False  # needs x, the layer's input, to compute its gates
+    model_dim: int | None = None  # the width of x, where gated
 
     def __init__(
         self, heads: int, dim: int, value_dim: int | None = None, *, kv_heads: int | None = None, causal: bool = True
@@ -174,7 +175,7 @@ class Mechanism(nn.Module):
         if q.ndim != 4:
             raise AttngapError(f"{self.name}: q must have 4 axes (b, heads, t, dim), got shape {tuple(q.shape)}")
         b, _, t, _ = q.shape
-        expected = [
+        expected: list[tuple[str, Tensor, tuple[int, ...]]] = [
             ("q", q, (b, self.heads, t, self.dim)),
             ("k", k, (b, self.kv_heads, t, self.dim)),
             ("v", v, (b, self.kv_heads, t, self.value_dim)),

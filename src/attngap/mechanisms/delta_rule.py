@@ -23,6 +23,7 @@ class DeltaRule(Mechanism):
     normalized = False
     learned = True
     gated = True
+    model_dim: int
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from attngap.errors import AttngapError, unknown
 from attngap.mechanisms.options import build
+from attngap.ops.check import accumulate_dtype
 
 LARGEST_WIDTH = 2**18  # features; a state wider than this is a mistake, not a plan
 
@@ -23,7 +24,8 @@ LARGEST_WIDTH = 2**18  # features; a state wider than this is a mistake, not a p
 class FeatureMap(nn.Module):
     """`query` and `key` map `(b, h, t, dim)` to `(b, h, t, width)`; `key` gets the key heads.
 
-    A map that treats both alike writes `features` only.
+    A map writes `query_features` and `key_features`, or `features` if it treats both alike. Half precision is computed
+    in float32: an exponent rounded to eight bits is a wrong weight.
     """
 
     name: ClassVar[str]
@@ -36,12 +38,18 @@ class FeatureMap(nn.Module):
         self.width = dim
 
     def query(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
-        return self.features(x, position)
+        return self.query_features(x.to(accumulate_dtype(x.dtype)), position).to(x.dtype)
 
     def key(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
+        return self.key_features(x.to(accumulate_dtype(x.dtype)), position).to(x.dtype)
+
+    def query_features(self, x: Tensor, position: Tensor) -> Tensor:
         return self.features(x, position)
 
-    def features(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
+    def key_features(self, x: Tensor, position: Tensor) -> Tensor:
+        return self.features(x, position)
+
+    def features(self, x: Tensor, position: Tensor) -> Tensor:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -82,6 +90,8 @@ class Polynomial(FeatureMap):
     and not d^degree.
     """
 
+    index: Tensor  # (r, degree)
+    coefficient: Tensor  # (r,)
     name, positive = "polynomial", False  # the features are signed; the weights are >= 0 for an even degree
 
     def __init__(self, heads: int, dim: int, kv_heads: int, *, degree: int = 2):
@@ -130,6 +140,7 @@ class Favor(FeatureMap):
     w . x - |x|^2/2 <= |w|^2 / 2. (Subtracting the largest key seen, as in the released code, looks ahead.)
     """
 
+    projection: Tensor  # (h_kv, m, d)
     name, positive = "favor", True
 
     def __init__(self, heads: int, dim: int, kv_heads: int, *, features: int | None = None, seed: int = 0):
@@ -137,13 +148,13 @@ class Favor(FeatureMap):
         self.width = _count("favor", features, max(1, int(dim * math.log(dim))))
         generator = torch.Generator().manual_seed(seed)
         blocks = [orthogonal_gaussian(self.width, dim, generator) for _ in range(kv_heads)]
-        self.register_buffer("projection", torch.stack(blocks))  # (h_kv, m, d)
+        self.register_buffer("projection", torch.stack(blocks))
 
-    def query(self, x, position):
+    def query_features(self, x, position):
         exponent = self.exponent(x)
         return (exponent - self.query_shift(exponent)).exp() * self.width**-0.5
 
-    def key(self, x, position):
+    def key_features(self, x, position):
         return (self.exponent(x) - self.key_shift()).exp() * self.width**-0.5
 
     def exponent(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t m"]:
@@ -165,6 +176,7 @@ class Rff(FeatureMap):
     E phi(q) . phi(k) = exp(sigma^2 (q . k - 1)). Signed: a normalizer may vanish, see `attngap.ops`.
     """
 
+    projection: Tensor  # (h_kv, D, d)
     name, positive = "rff", False
 
     def __init__(
@@ -222,11 +234,11 @@ class Hedgehog(FeatureMap):
         self.query_weight = nn.Parameter(_mixing(heads, dim, half))
         self.key_weight = nn.Parameter(_mixing(kv_heads, dim, half))
 
-    def query(self, x, position):
-        return _both_signs(x @ self.query_weight)
+    def query_features(self, x, position):
+        return _both_signs(x @ self.query_weight.to(x.dtype))
 
-    def key(self, x, position):
-        return _both_signs(x @ self.key_weight)
+    def key_features(self, x, position):
+        return _both_signs(x @ self.key_weight.to(x.dtype))
 
 
 class Nothing(FeatureMap):
@@ -249,7 +261,7 @@ def feature_map(name: str, heads: int, dim: int, kv_heads: int, **options: Any) 
     """The map of that name: `feature_map("polynomial", heads=8, dim=64, kv_heads=2, degree=3)`."""
     for cls in FEATURE_MAPS:
         if cls.name == name:
-            return build(cls, f"feature map {name}", (heads, dim, kv_heads), options)
+            return build(cls, f"{name} map", (heads, dim, kv_heads), options)
     raise unknown("feature map", name, [cls.name for cls in FEATURE_MAPS])
 
 

@@ -14,6 +14,7 @@ class GatedLinear(LinearState):
     normalized = False
     learned = True
     gated = True
+    model_dim: int
 
     def __init__(
         self,

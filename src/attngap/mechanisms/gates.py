@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError
+from attngap.ops.check import accumulate_dtype
 
 
 class Gate(nn.Module):
-    """Maps x `(b, t, m)` to a gate `(b, h_kv, t)` or `(b, h_kv, t, dim)`."""
+    """Maps x `(b, t, m)` to a gate `(b, h_kv, t)` or `(b, h_kv, t, dim)`, in float32 at least: decays multiply up."""
 
     def __init__(self, name: str, model_dim: int):
         super().__init__()
@@ -27,7 +28,7 @@ class Gate(nn.Module):
             raise AttngapError(
                 f"{self.name}: x must have {self.model_dim} channels, got {x.shape[-1]}; set the option model_dim"
             )
-        return self.gate(x)
+        return self.gate(x.to(accumulate_dtype(x.dtype)))
 
     def gate(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -43,7 +44,7 @@ class LogSigmoidGate(Gate):
         self.up = nn.Linear(rank, heads * dim)
 
     def gate(self, x):
-        logit = self.up(self.down(x)).unflatten(-1, (self.heads, -1))  # (b, t, h, d)
+        logit = _project(self.up, _project(self.down, x)).unflatten(-1, (self.heads, -1))  # (b, t, h, d)
         return F.logsigmoid(logit).transpose(1, 2) / self.temperature
 
 
@@ -58,16 +59,17 @@ class StepSizeGate(Gate):
         super().__init__(name, model_dim)
         self.heads, self.dim = heads, dim
         width = heads * (dim or 1)
-        inner = rank or model_dim
-        self.down = nn.Linear(model_dim, rank, bias=False) if rank else nn.Identity()
-        self.project = nn.Linear(inner, width, bias=False)
+        self.down = nn.Linear(model_dim, rank, bias=False) if rank else None
+        self.project = nn.Linear(rank or model_dim, width, bias=False)
         self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         dt = torch.exp(torch.rand(width) * math.log(100) + math.log(0.001))
         self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
 
     def step_size(self, x: Tensor) -> Tensor:
         """dt, (b, h, t) or (b, h, t, dim)."""
-        dt = F.softplus(self.project(self.down(x)) + self.bias)
+        x = x.to(accumulate_dtype(x.dtype))
+        inner = x if self.down is None else _project(self.down, x)
+        dt = F.softplus(_project(self.project, inner) + self.bias)
         return dt.unflatten(-1, (self.heads, self.dim)).transpose(1, 2) if self.dim else dt.transpose(1, 2)
 
     def gate(self, x):
@@ -83,7 +85,12 @@ class WriteGate(Gate):
         self.project = nn.Linear(model_dim, heads, bias=False)
 
     def gate(self, x):
-        return self.project(x).sigmoid().transpose(1, 2)
+        return _project(self.project, x).sigmoid().transpose(1, 2)
+
+
+def _project(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer in the precision of x, whatever its weights are stored in."""
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def retention_decay(heads: int) -> Float[Tensor, " heads"]:

@@ -14,7 +14,7 @@ def build(make: Callable[..., T], name: str, arguments: tuple[Any, ...], options
     allowed = option_names(make)
     for option in options:
         if option not in allowed:
-            raise unknown(f"option of {name}", option, allowed, "" if allowed else f"{name} takes no options")
+            raise unknown(f"{name} option", option, allowed, "" if allowed else f"{name} takes no options")
     return make(*arguments, **options)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from attngap.mechanisms.base import State, Streams, read_out
 from attngap.mechanisms.feature_attention import FeatureAttention
 from attngap.mechanisms.pending import linear_attention
+from attngap.ops.check import accumulate_dtype
 from attngap.ops.naive import expand_heads, pair_mask
 
 
@@ -58,7 +59,7 @@ class RowOffset(FeatureAttention):
         if state is not None:
             self.require_causal("a carried state")
         real = streams.real[:, None, :, None]
-        dtype = torch.float64 if streams.q.dtype == torch.float64 else torch.float32
+        dtype = accumulate_dtype(streams.q.dtype)
         sums = (streams.k.to(dtype) * real).cumsum(2)  # (b, h_kv, t, r + 1)
         if state is not None:
             sums = sums + state["z"][:, :, None]

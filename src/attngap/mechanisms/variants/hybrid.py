@@ -22,7 +22,7 @@ GAINS = ("none", "head", "query")
 class Hybrid(Mechanism):
     """w_ij ~ exp(s q_i . k_j) for near keys and exp(g_i) phi(q_i) . psi(k_j) for the other past keys.
 
-    Near are the first `sinks` and the last `window`, as in LoLCATs (arXiv 2410.10254) with sinks added. `feature_map` is
+    Near are the first `sinks` and the last `window`, as in LoLCATs (arXiv 2410.10254) with sinks. `feature_map` is
     any name of `attngap.mechanisms.feature_maps`, its options in `map_options`; "none" drops the far keys. With
     `relative` far weights are measured against the row's largest near logit. g is zero (`gain="none"`), one learned
     number a head ("head") or an affine function of the query ("query"). Causal only.

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from attngap.mechanisms.base import Mechanism, State, Streams
 from attngap.mechanisms.pending import softmax_attention
+from attngap.ops.check import accumulate_dtype
 from attngap.ops.naive import expand_heads, softmax_weights
 
 
@@ -41,10 +42,10 @@ class Softmax(Mechanism):
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         self.require_causal("step")
         new = _append(state, streams)
-        k, v = expand_heads(new["k"], self.heads), expand_heads(new["v"], self.heads)
-        logits = (streams.q @ k.mT * self.scale).masked_fill(~new["real"][:, None, None], -torch.inf)
+        q, k, v = _wide(streams.q, expand_heads(new["k"], self.heads), expand_heads(new["v"], self.heads))
+        logits = (q @ k.mT * self.scale).masked_fill(~new["real"][:, None, None], -torch.inf)
         rows = torch.where(streams.real[:, None, :, None], logits, 0.0).softmax(-1)
-        return new, rows @ v * streams.real[:, None, :, None]
+        return new, (rows @ v * streams.real[:, None, :, None]).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         return softmax_weights(streams.q, streams.k, scale=self.scale, causal=self.causal, mask=streams.mask)
@@ -65,15 +66,20 @@ class Softmax(Mechanism):
         # Rows of padding read everything, so that none is empty, and are zeroed afterwards.
         allowed = seen & new["real"][:, None, None] | ~streams.real[:, None, :, None]
         out = F.scaled_dot_product_attention(
-            streams.q, new["k"], new["v"], attn_mask=allowed, scale=self.scale, enable_gqa=True
+            *_wide(streams.q, new["k"], new["v"]), attn_mask=allowed, scale=self.scale, enable_gqa=True
         )
-        return new, out * streams.real[:, None, :, None]
+        return new, (out * streams.real[:, None, :, None]).to(streams.v.dtype)
 
     def state_floats(self, t: int) -> int:
         return t * (self.dim + self.value_dim)
 
     def state_rank(self, t: int) -> int:
         return t + 1
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """In float32 where they are in half precision."""
+    return [x.to(accumulate_dtype(x.dtype)) for x in tensors]
 
 
 def _append(state: State, streams: Streams) -> State:

@@ -12,10 +12,12 @@ class Ssd(GatedLinear):
     """
 
     name, paper = "ssd", "2405.21060"
+    decay: StepSizeGate
 
     def decay_gate(self) -> StepSizeGate:
         return StepSizeGate(self.name, self.model_dim, self.kv_heads)
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         log_decay = self.decay(x)
-        return Streams(q, k * self.decay.step_size(x)[..., None], v, log_decay=log_decay, mask=mask)
+        written = (k * self.decay.step_size(x)[..., None]).to(k.dtype)
+        return Streams(q, written, v, log_decay=log_decay, mask=mask)
