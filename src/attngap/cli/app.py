@@ -1,11 +1,34 @@
 """The tree of verbs."""
 
+from typing import Annotated
+
 import typer
+
+from attngap.cli.mechanisms import mechanisms
 
 app = typer.Typer(
     name="attngap",
-    help="Which attention heads need softmax, why, and what replaces the rest.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"attngap {version('attngap')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Which attention heads need softmax, why, and what replaces the rest."""
+
+
+app.command()(mechanisms)
