@@ -49,13 +49,13 @@ def linear_attention(
     """S_i = exp(g_i) S_{i-1} + k_i v_i^T, z_i likewise over k_i; o_i = q_i S_i / (q_i . z_i), or q_i S_i unnormalized.
 
     A normalizer n with |n| < eps is replaced by eps with its sign (sign of 0 is +): outputs stay finite, and zero where
-    the numerator is zero.
+    the numerator is zero. The state holds z only if normalized.
     """
     b, h, t, r = q.shape
     k, v = expand_heads(k, h), expand_heads(v, h)
     real = torch.ones(b, t, dtype=q.dtype, device=q.device) if mask is None else mask.to(q.dtype)
     S = q.new_zeros(b, h, r, v.shape[-1]) if state is None else expand_heads(state["S"], h)
-    z = q.new_zeros(b, h, r) if state is None else expand_heads(state["z"], h)
+    z = q.new_zeros(b, h, r) if state is None or not normalize else expand_heads(state["z"], h)
     if log_decay is None:
         log_decay = q.new_zeros(b, h, t)
     decay = expand_heads(log_decay, h)
@@ -74,7 +74,7 @@ def linear_attention(
         if normalize:
             row = row / safe_normalizer((q[:, :, i] * z).sum(-1, keepdim=True), eps)
         rows.append(row * real[:, None, i, None])
-    return torch.stack(rows, 2), {"S": S, "z": z}
+    return torch.stack(rows, 2), {"S": S, "z": z} if normalize else {"S": S}
 
 
 def safe_normalizer(n: Tensor, eps: float) -> Tensor:
