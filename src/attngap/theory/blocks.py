@@ -93,27 +93,26 @@ def sweep(matrix: Float[Tensor, "heads n n"], rank: int, stride: int = 1) -> Flo
     factorizations, a larger error.
     """
     heads, n, _ = matrix.shape
-    keep = rank - stride + 1
+    keep, width = rank - stride + 1, 0
     out = matrix.new_zeros(matrix.shape)
-    future = matrix.new_zeros(heads, n, 0)
-    state = matrix.new_zeros(heads, 0, n)
+    future = matrix.new_zeros(heads, n, rank + 1)  # F: rows `start:`, columns `:width`
+    state = matrix.new_zeros(heads, rank + 1, n)  # C: rows `:width`, zero beyond the columns seen
     for start in range(0, n, stride):
         stop = min(start + stride, n)
-        future = torch.cat([future, matrix[:, start:, start : start + 1]], -1)
-        state = torch.cat([state, _unit_rows(matrix, start, start + 1)], 1)
-        if future.shape[-1] > keep:
-            directions = torch.linalg.eigh(future.mT @ future).eigenvectors[..., -keep:]
-            future = future @ directions
-            seen = directions.mT @ state[..., :stop]
-            state = torch.cat([seen, matrix.new_zeros(heads, keep, n - stop)], -1)
-        out[:, start:stop, :stop] = future[:, : stop - start] @ state[..., :stop]
+        future[:, start:, width] = matrix[:, start:, start]
+        state[:, width, start] = 1.0
+        width += 1
+        if width > keep:
+            whole = future[:, start:, :width]
+            directions = torch.linalg.eigh(whole.mT @ whole).eigenvectors[..., -keep:]
+            future[:, start:, :keep] = whole @ directions
+            state[:, :keep, :stop] = directions.mT @ state[:, :width, :stop]
+            state[:, keep:width] = 0.0
+            width = keep
+        out[:, start:stop, :stop] = future[:, start:stop, :width] @ state[:, :width, :stop]
         out[:, start:stop, start + 1 : stop] = matrix[:, start:stop, start + 1 : stop].tril(-1)
-        future = torch.cat([future[:, stop - start :], matrix[:, stop:, start + 1 : stop]], -1)
-        state = torch.cat([state, _unit_rows(matrix, start + 1, stop)], 1)
+        fresh = stop - start - 1
+        future[:, stop:, width : width + fresh] = matrix[:, stop:, start + 1 : stop]
+        state[:, range(width, width + fresh), range(start + 1, stop)] = 1.0
+        width += fresh
     return out
-
-
-def _unit_rows(like: Tensor, start: int, stop: int) -> Float[Tensor, "heads rows n"]:
-    rows = like.new_zeros(like.shape[0], stop - start, like.shape[-1])
-    rows[:, range(stop - start), range(start, stop)] = 1.0
-    return rows

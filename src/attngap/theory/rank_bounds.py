@@ -11,7 +11,8 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.theory import blocks
 
-FLOOR_CELLS = (8, 4)
+FLOOR_CELLS = (6, 4)
+TOGETHER = 8  # heads a sweep takes at once: enough to hide the cost of a call, few enough to bound memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,18 +134,16 @@ def ceiling(
     values = flat.new_zeros(heads, len(ranks), dtype=torch.float64)
     built = flat.new_zeros(heads, len(ranks), n, n, dtype=torch.float64) if matrix else None
     far, whole = values.new_zeros(heads), values.new_zeros(heads)
-    for i, head in enumerate(flat):
-        head = head.double()
-        part = _far(head[None], window, sinks) if causal else head[None]
-        far[i], whole[i] = part.square().sum(), head.square().sum()
+    for some in torch.arange(heads).split(TOGETHER):
+        full = flat[some].double()
+        part = _far(full, window, sinks) if causal else full
+        far[some], whole[some] = part.square().sum((-2, -1)), full.square().sum((-2, -1))
         for j, (r, s) in enumerate(zip(ranks, strides, strict=True)):
-            near = blocks.sweep(part, r, s) if causal else _truncated(part, r)
-            values[i, j] = (part - near).square().sum()
+            change = (blocks.sweep(part, r, s) if causal else _truncated(part, r)) - part
+            values[some, j] = change.square().sum((-2, -1))
             if built is not None:
-                built[i, j] = head
-                rows, cols = (window + sinks, sinks) if causal else (0, 0)
-                size = part.shape[-1]
-                built[i, j, rows:, cols : cols + size] += (near - part)[0]
+                built[some, j] = full
+                built[some, j, n - part.shape[1] :, sinks : sinks + part.shape[2]] += change
     lead = weights.shape[:-2]
     if built is not None:
         built = built.reshape(*lead, n, n) if isinstance(rank, int) else built.reshape(*lead, len(ranks), n, n)
