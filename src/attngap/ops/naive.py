@@ -34,8 +34,9 @@ def softmax_weights(q: Tensor, k: Tensor, *, scale=None, causal=True, window=Non
     k = expand_heads(k, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     allowed = pair_mask(q.shape[2], mask, causal=causal, window=window, sinks=sinks)[:, None]
-    logits = (q @ k.mT * scale).masked_fill(~allowed, -torch.inf)
-    return torch.softmax(logits, dim=-1).nan_to_num(0.0)
+    empty = ~allowed.any(-1, keepdim=True)
+    logits = (q @ k.mT * scale).masked_fill(~allowed & ~empty, -torch.inf)
+    return torch.softmax(logits, dim=-1).masked_fill(empty, 0.0)
 
 
 def softmax_attention(q, k, v, *, scale=None, causal=True, window=None, sinks=0, mask=None) -> Tensor:
