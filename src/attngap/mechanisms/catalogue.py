@@ -20,6 +20,7 @@ from attngap.mechanisms.variants.kda import Kda
 from attngap.mechanisms.variants.linear import Linear
 from attngap.mechanisms.variants.mala import Mala
 from attngap.mechanisms.variants.polynomial import Polynomial
+from attngap.mechanisms.variants.prototype import Prototype
 from attngap.mechanisms.variants.relu import Relu
 from attngap.mechanisms.variants.retention import Retention
 from attngap.mechanisms.variants.rff import Rff
@@ -38,6 +39,7 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     Rff,
     Cosformer,
     Hedgehog,
+    Prototype,
     Inline,
     Mala,
     Retention,

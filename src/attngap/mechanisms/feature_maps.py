@@ -241,6 +241,34 @@ class Hedgehog(FeatureMap):
         return _both_signs(x @ self.key_weight.to(x.dtype))
 
 
+class Prototype(FeatureMap):
+    """phi(q) = exp(c) softmax(q A + a), psi(k) = exp(k P + b): a query is a mixture of `features` prototype queries.
+
+    Column i of P is a prototype times the temperature, so psi_i(k) is the weight softmax gives k for the query p_i: the
+    map is exact at the prototypes and interpolates between them. All of A, a, c, P, b are learned, key-side ones for
+    each key head; `attngap.mechanisms.fit` starts them from the queries a head really sees.
+    """
+
+    name, positive, learned = "prototype", True, True
+
+    def __init__(self, heads: int, dim: int, kv_heads: int, *, features: int | None = None):
+        super().__init__(heads, dim, kv_heads)
+        self.width = _count("prototype", features, 2 * dim)
+        spread = orthogonal_gaussian(self.width, dim, torch.Generator().manual_seed(0)).mT * dim**-0.5  # (d, r)
+        self.query_weight = nn.Parameter(spread.repeat(heads, 1, 1))
+        self.query_bias = nn.Parameter(torch.zeros(heads, 1, self.width))
+        self.query_scale = nn.Parameter(torch.zeros(heads, 1, self.width))
+        self.key_weight = nn.Parameter(spread.repeat(kv_heads, 1, 1))
+        self.key_bias = nn.Parameter(torch.zeros(kv_heads, 1, self.width))
+
+    def query(self, x, position):
+        return (x @ self.query_weight + self.query_bias).softmax(-1) * self.query_scale.clamp(-15, 15).exp()
+
+    def key(self, x, position):
+        # Sums over millions of keys, times a query scale of e^15, stay far inside float32.
+        return (x @ self.key_weight + self.key_bias).clamp(max=20).exp()
+
+
 class Nothing(FeatureMap):
     """phi(x) = 0: no weight at all. In a hybrid this leaves sinks and window only (StreamingLLM, arXiv 2309.17453)."""
 
@@ -254,7 +282,7 @@ class Nothing(FeatureMap):
         return torch.zeros_like(x[..., :1])
 
 
-FEATURE_MAPS = (Nothing, Identity, Elu, Relu, Polynomial, Taylor, Favor, Rff, Cosformer, Hedgehog)
+FEATURE_MAPS = (Nothing, Identity, Elu, Relu, Polynomial, Taylor, Favor, Rff, Cosformer, Hedgehog, Prototype)
 
 
 def feature_map(name: str, heads: int, dim: int, kv_heads: int, **options: Any) -> FeatureMap:
