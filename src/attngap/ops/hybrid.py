@@ -155,7 +155,7 @@ def _piece(
     new_sinks = min(sinks - old_sinks, t)
     past = unroll(state, count, window, sinks)
     layout = Layout(old_sinks, new_sinks, past[2].shape[2], t, window, chunk)
-    out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, state["S"], state["z"], layout, scale, relative)
+    out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, state["S"], state["z"], layout, scale, relative, None)
     return out, {
         "k": roll_up(past[0], k, count, window, sinks),
         "v": roll_up(past[1], v, count, window, sinks),

@@ -6,7 +6,10 @@ Backward goes twice over the blocks: forward in time with S for everything in th
 gradient of S. Kept for it, beyond inputs and outputs, are three numbers a row.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +18,21 @@ from torch.autograd.function import once_differentiable
 from attngap.ops.hybrid_layout import Block, Layout, Masks, Track, put_rows, row_scalars, rows
 
 EPS = 1e-6
+LARGEST = {dtype: math.log(torch.finfo(dtype).max) - 1 for dtype in (torch.float32, torch.float64)}
+CACHE = 2**18  # weights of one block computed at a time: a MiB, so that what works on them stays in cache
+
+
+class Near(NamedTuple):
+    """The near part of every row, for when it is used many times: see `near_attention`."""
+
+    out: Tensor  # (b, h, t, dv) softmax over the near keys alone
+    top: Tensor  # (b, h, t) largest near logit
+    log_mass: Tensor  # (b, h, t) log of the sum of exp of near logits
 
 
 def safe(n: Tensor) -> Tensor:
     """A normalizer closer to zero than EPS is replaced by EPS with its sign."""
-    return torch.where(n.abs() < EPS, torch.where(n < 0, -EPS, EPS).to(n), n)
+    return torch.copysign(n.abs().clamp_(min=EPS), n)
 
 
 def combine(top: Tensor, lift: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,131 +42,231 @@ def combine(top: Tensor, lift: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     features, the normalizer is at least one. Where there is no far mass the features count for nothing, and their
     coefficient is only kept finite.
     """
-    limits = torch.finfo(mass.dtype)
-    size = mass.abs()
-    log_mass = size.log().masked_fill_(size < limits.tiny, -torch.inf)
-    unit = torch.maximum(top, lift + log_mass)
-    return unit, (lift - unit).clamp_(max=math.log(limits.max) - 1).exp_()
+    unit = torch.maximum(top, mass.abs().log_().add_(lift))
+    return unit, (lift - unit).clamp_(max=LARGEST[mass.dtype]).exp_()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A few sequences of a piece, as views: all their blocks are done before the next few."""
+
+    layout: Layout
+    masks: Masks
+    scale: float
+    relative: bool
+    kv_heads: int
+    dtype: torch.dtype  # sums are kept in it
+    q: Tensor
+    fq: Tensor
+    gain: Tensor
+    keys: Track
+    values: Track
+    features: Track
+    near: Near | None
+
+    def rows(self, x: Tensor, block: Block) -> Tensor:
+        return rows(x, block, self.kv_heads, self.dtype)
+
+    def scalars(self, x: Tensor, block: Block) -> Tensor:
+        return row_scalars(x, block, self.kv_heads)
+
+    def leave(self, block: Block) -> slice:
+        """The columns of a band, sinks included, that are far for all rows of the next block."""
+        return slice(self.layout.sinks, self.layout.sinks + block.leaving)
+
+    def logits(self, block: Block, K: Tensor) -> Tensor:
+        return torch.baddbmm(self.masks.near(block), self.rows(self.q, block), K.mT, alpha=self.scale)
+
+    def stairs(self, block: Block, Q: Tensor, F: Tensor) -> Tensor:
+        return torch.bmm(Q, F.mT).mul_(self.masks.far(block))
+
+
+def split(layout: Layout, scale: float, relative: bool, sources, near: Near | None) -> Iterator[tuple[slice, Piece]]:
+    """Cut the batch so that a block's weights stay in cache."""
+    q, k, v, fq, fk, gain, past_k, past_v, past_fk = sources
+    b, h, _, _ = q.shape
+    columns = layout.sinks + layout.window + layout.chunk
+    size = max(1, CACHE // (h * min(layout.chunk, layout.length) * columns))
+    masks = Masks(layout, h // k.shape[1], gain)
+    for first in range(0, b, size):
+        part = slice(first, min(first + size, b))
+        cut = [x[part] for x in (past_k, past_v, past_fk, k, v, fk)]
+        tracks = make_tracks(layout, cut[:3], cut[3:])
+        close = None if near is None else Near(*(x[part] for x in near))
+        yield part, Piece(
+            layout, masks, scale, relative, k.shape[1], gain.dtype, q[part], fq[part], gain[part], *tracks, close
+        )
+
+
+def make_tracks(layout: Layout, past, new) -> tuple[Track, Track, Track]:
+    skips = (layout.old_sinks, layout.old_sinks, 0)  # the features of sinks are never read, so they are not kept
+    keys, values, features = (Track(layout, x, y, skip=skip) for x, y, skip in zip(past, new, skips, strict=True))
+    return keys, values, features
+
+
+def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Tensor]) -> None:
+    """Fill `out` and the statistics m, n, c of all rows; S and z go from before the piece to after it."""
+    for block in piece.layout.blocks():
+        V = piece.values.read(block.start, block.stop, piece.dtype, sinks=True)
+        Q = piece.rows(piece.fq, block)
+        mass = torch.bmm(Q, z)
+        T = F = None
+        if block.leaving:
+            F = piece.features.read(block.start, block.end, piece.dtype)
+            T = piece.stairs(block, Q, F)
+            mass += T.sum(-1, keepdim=True)
+        lift = piece.scalars(piece.gain, block)
+        if piece.near is None:
+            P = piece.logits(block, piece.keys.read(block.start, block.stop, piece.dtype, sinks=True))
+            top = P.amax(-1, keepdim=True)
+            m, c = combine(top, lift + top if piece.relative else lift, mass)
+            P.sub_(m).exp_()
+            n = P.sum(-1, keepdim=True).addcmul_(mass, c)
+            if T is not None:
+                P[..., piece.leave(block)].addcmul_(T, c)
+            rows_out = torch.bmm(P, V)
+        else:
+            top = piece.scalars(piece.near.top, block)
+            m, c = combine(top, lift + top if piece.relative else lift, mass)
+            share = (piece.scalars(piece.near.log_mass, block) - m).exp_()
+            n = torch.addcmul(share, mass, c)
+            rows_out = piece.rows(piece.near.out, block) * share
+            if T is not None:
+                rows_out.baddbmm_(T.mul_(c), V[:, piece.leave(block)])
+        put_rows(out, block, rows_out.baddbmm_(Q.mul(c), S).div_(safe(n)))
+        for store, value in zip(stats, (m, n, c), strict=True):
+            put_rows(store, block, value)
+        if F is not None:
+            S.baddbmm_(F.mT, V[:, piece.leave(block)])
+            z += F.sum(1)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grads:
+    """Where a piece's gradients go; None where nobody asked. `d_out`, `out` and the statistics are what they come from."""
+
+    d_out: Tensor
+    out: Tensor
+    unit: Tensor
+    norm: Tensor
+    coefficient: Tensor
+    dq: Tensor | None
+    dfq: Tensor | None
+    dgain: Tensor | None
+    keys: Track
+    values: Track
+    features: Track
+
+    @property
+    def near_wanted(self) -> bool:
+        return self.dq is not None or self.keys.wanted or self.values.wanted
+
+    def rows(self, piece: Piece, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """g, D, c: the gradient of a row's weight on token j, in the unit of the row, is g.v_j - D."""
+        n = piece.scalars(self.norm, block)
+        g = piece.rows(self.d_out, block) / safe(n)
+        D = (g * piece.rows(self.out, block)).sum(-1, keepdim=True)
+        return g, D.masked_fill_(n.abs() < EPS, 0.0), piece.scalars(self.coefficient, block)
+
+
+def backward_band(piece: Piece, grads: Grads, S: Tensor, z: Tensor) -> None:
+    """Forward in time, S and z growing: every gradient but those that reach a token through S and z."""
+    for block in piece.layout.blocks():
+        V = piece.values.read(block.start, block.stop, piece.dtype, sinks=True)
+        g, D, c = grads.rows(piece, block)
+        Q = piece.rows(piece.fq, block)
+        dQ = torch.bmm(g, S.mT).baddbmm_(D, z.mT, alpha=-1)
+        F = None
+        if block.leaving:
+            F = piece.features.read(block.start, block.end, piece.dtype)
+            dT = torch.bmm(g, V[:, piece.leave(block)].mT).sub_(D).mul_(piece.masks.far(block))
+            dQ.baddbmm_(dT, F)
+            if grads.features.wanted:
+                grads.features.add(torch.bmm(dT.mul_(c).mT, Q), block.start, block.end)
+        dQ *= c
+        put_rows(grads.dfq, block, dQ)
+        d_lift = None
+        if grads.dgain is not None or piece.relative and grads.near_wanted:
+            d_lift = (dQ * Q).sum(-1, keepdim=True)
+            put_rows(grads.dgain, block, d_lift)
+        if grads.near_wanted:
+            T = None if F is None else piece.stairs(block, Q, F).mul_(c)
+            backward_near(piece, grads, block, V, g, D, T, d_lift)
+        if F is not None:
+            S.baddbmm_(F.mT, V[:, piece.leave(block)])
+            z += F.sum(1)[..., None]
+
+
+def backward_near(piece: Piece, grads: Grads, block: Block, V, g, D, T, d_lift) -> None:
+    """The gradients of q, k and, through the weights of the band, v."""
+    K = piece.keys.read(block.start, block.stop, piece.dtype, sinks=True)
+    P = piece.logits(block, K)
+    ties = (P == P.amax(-1, keepdim=True)).to(P) if piece.relative else None
+    P.sub_(piece.scalars(grads.unit, block)).exp_()
+    if grads.dq is not None or grads.keys.wanted:
+        dP = torch.bmm(g, V.mT).sub_(D).mul_(P)
+        if ties is not None:  # the largest near logit also measures the features; equal ones share
+            dP.addcmul_(ties, d_lift / ties.sum(-1, keepdim=True))
+        dP *= piece.scale
+        if grads.dq is not None:
+            put_rows(grads.dq, block, torch.bmm(dP, K))
+        if grads.keys.wanted:
+            grads.keys.add(torch.bmm(dP.mT, piece.rows(piece.q, block)), block.start, block.stop, sinks=True)
+    if grads.values.wanted:
+        if T is not None:
+            P[..., piece.leave(block)] += T
+        grads.values.add(torch.bmm(P.mT, g), block.start, block.stop, sinks=True)
+
+
+def backward_state(piece: Piece, grads: Grads, dS: Tensor, dz: Tensor) -> None:
+    """Backward in time, dS and dz growing: what reaches a token through S and z."""
+    for block in reversed(piece.layout.blocks()):
+        if block.leaving and grads.features.wanted:
+            V = piece.values.read(block.start, block.end, piece.dtype)
+            grads.features.add(torch.baddbmm(dz.mT, V, dS.mT), block.start, block.end)
+        if block.leaving and grads.values.wanted:
+            F = piece.features.read(block.start, block.end, piece.dtype)
+            grads.values.add(torch.bmm(F, dS), block.start, block.end)
+        g, D, c = grads.rows(piece, block)
+        Q = piece.rows(piece.fq, block) * c
+        dS.baddbmm_(Q.mT, g)
+        dz.baddbmm_(Q.mT, D, alpha=-1)
 
 
 class HybridBlocks(torch.autograd.Function):
     """(q, k, v, fq, fk, log_gain, past k, v, fk, S, z) -> (out, S, z) for a piece whose layout all sequences share."""
 
     @staticmethod
-    def forward(ctx, q, k, v, fq, fk, gain, past_k, past_v, past_fk, S, z, layout, scale, relative):
+    def forward(ctx, q, k, v, fq, fk, gain, past_k, past_v, past_fk, S, z, layout, scale, relative, near):
         b, h, t, _ = q.shape
-        kv, acc = k.shape[1], S.dtype
-        keys, values, features = _tracks(layout, (past_k, past_v, past_fk), (k, v, fk))
-        start = S.reshape(b * kv, *S.shape[2:]), z.reshape(b * kv, -1, 1)
-        S, z = start[0].clone(), start[1].clone()
+        sources = q, k, v, fq, fk, gain, past_k, past_v, past_fk
         out = q.new_empty(b, h, t, v.shape[3])
-        unit, norm, coefficient = (q.new_empty(b, h, t, dtype=acc) for _ in range(3))
-        masks = Masks(layout, h // kv, S)
-        for block in layout.blocks():
-            K = keys.read(block.start, block.stop, acc, sinks=True)
-            V = values.read(block.start, block.stop, acc, sinks=True)
-            leave = slice(layout.sinks, layout.sinks + block.leaving)
-            P = torch.baddbmm(masks.near(block), rows(q, block, kv, acc) * scale, K.mT)
-            top = P.amax(-1, keepdim=True)
-            lift = row_scalars(gain, block, kv)
-            Q = rows(fq, block, kv, acc)
-            mass = Q @ z
-            if block.leaving:
-                F = features.read(block.start, block.end, acc)
-                T = (Q @ F.mT).mul_(masks.far(block))
-                mass += T.sum(-1, keepdim=True)
-            m, c = combine(top, lift + top if relative else lift, mass)
-            P.sub_(m).exp_()
-            n = P.sum(-1, keepdim=True).addcmul_(mass, c)
-            if block.leaving:
-                P[..., leave].addcmul_(T, c)
-            put_rows(out, block, torch.bmm(P, V).baddbmm_(Q * c, S).div_(safe(n)))
-            for store, value in ((unit, m), (norm, n), (coefficient, c)):
-                put_rows(store, block, value)
-            if block.leaving:
-                S.baddbmm_(F.mT, V[:, leave])
-                z += F.sum(1)[..., None]
-        ctx.save_for_backward(q, k, v, fq, fk, past_k, past_v, past_fk, *start, out, unit, norm, coefficient)
+        stats = [q.new_empty(b, h, t, dtype=S.dtype) for _ in range(3)]
+        after = S.clone(memory_format=torch.contiguous_format), z[..., None].clone()
+        for part, piece in split(layout, scale, relative, sources, near):
+            forward_rows(piece, *(x[part].flatten(0, 1) for x in after), out[part], [x[part] for x in stats])
+        ctx.save_for_backward(*sources, S, z, out, *stats)
         ctx.options = layout, scale, relative
         ctx.set_materialize_grads(False)
-        return out, S.view(b, kv, *S.shape[1:]), z.view(b, kv, -1)
+        return out, after[0], after[1][..., 0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, dS, dz):
-        q, k, v, fq, fk, past_k, past_v, past_fk, S, z, out, unit, norm, coefficient = ctx.saved_tensors
-        layout, scale, relative = ctx.options
-        b, h = q.shape[:2]
-        kv, acc = k.shape[1], S.dtype
-        sources = q, k, v, fq, fk, unit, past_k, past_v, past_fk
-        grads = [
-            torch.zeros(x.shape, dtype=acc, device=x.device) if wanted and x is not None else None
+        *sources, S, z, out, unit, norm, coefficient = ctx.saved_tensors
+        layout = ctx.options[0]
+        found = [
+            torch.zeros(x.shape, dtype=S.dtype, device=x.device) if wanted else None
             for x, wanted in zip(sources, ctx.needs_input_grad[:9], strict=True)
         ]
-        dq, dk, dv, dfq, dfk, dgain, *dpast = grads
-        keys, values, features = _tracks(layout, (past_k, past_v, past_fk), (k, v, fk))
-        d_keys, d_values, d_features = _tracks(layout, dpast, (dk, dv, dfk))
-        near_wanted = dq is not None or d_keys.wanted or d_values.wanted
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        masks = Masks(layout, h // kv, S)
-
-        def row_grads(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-            """The gradient of a row's raw weights is g.v_j - D."""
-            n = row_scalars(norm, block, kv)
-            g = rows(d_out, block, kv, acc) / safe(n)
-            D = (g * rows(out, block, kv, acc)).sum(-1, keepdim=True)
-            return g, D.masked_fill_(n.abs() < EPS, 0.0), row_scalars(coefficient, block, kv)
-
-        S, z = S.clone(), z.clone()
-        for block in layout.blocks():
-            leave = slice(layout.sinks, layout.sinks + block.leaving)
-            V = values.read(block.start, block.stop, acc, sinks=True)
-            g, D, c = row_grads(block)
-            Q = rows(fq, block, kv, acc)
-            dQ = torch.bmm(g, S.mT).baddbmm_(D, z.mT, alpha=-1)
-            if block.leaving:
-                F = features.read(block.start, block.end, acc)
-                dT = (g @ V[:, leave].mT).sub_(D).mul_(masks.far(block))
-                dQ.baddbmm_(dT, F)
-                if d_features.wanted:
-                    d_features.add(dT.mul_(c).mT @ Q, block.start, block.end)
-            dQ *= c
-            put_rows(dfq, block, dQ)
-            d_lift = (dQ * Q).sum(-1, keepdim=True)
-            put_rows(dgain, block, d_lift)
-            if near_wanted:
-                K = keys.read(block.start, block.stop, acc, sinks=True)
-                X = rows(q, block, kv, acc) * scale
-                logits = torch.baddbmm(masks.near(block), X, K.mT)
-                P = (logits - row_scalars(unit, block, kv)).exp_()
-                dL = (g @ V.mT).sub_(D).mul_(P)
-                if relative:
-                    ties = logits == logits.amax(-1, keepdim=True)
-                    dL += d_lift * ties / ties.sum(-1, keepdim=True)
-                put_rows(dq, block, (dL @ K).mul_(scale))
-                d_keys.add(dL.mT @ X, block.start, block.stop, sinks=True)
-                if block.leaving:
-                    P[..., leave].addcmul_((Q @ F.mT).mul_(masks.far(block)), c)
-                d_values.add(P.mT @ g, block.start, block.stop, sinks=True)
-            if block.leaving:
-                S.baddbmm_(F.mT, V[:, leave])
-                z += F.sum(1)[..., None]
-        dS = torch.zeros_like(S) if dS is None else dS.reshape(S.shape).clone()
-        dz = torch.zeros_like(z) if dz is None else dz.reshape(z.shape).clone()
-        for block in reversed(layout.blocks()):
-            if block.leaving:
-                V = values.read(block.start, block.end, acc)
-                F = features.read(block.start, block.end, acc)
-                d_features.add((V @ dS.mT).add_(dz.mT), block.start, block.end)
-                d_values.add(F @ dS, block.start, block.end)
-            g, D, c = row_grads(block)
-            Q = rows(fq, block, kv, acc) * c
-            dS.baddbmm_(Q.mT, g)
-            dz.baddbmm_(Q.mT, D, alpha=-1)
-        down = [None if g is None else g.to(x.dtype) for g, x in zip(grads, sources, strict=True)]
-        return (*down, dS.view(b, kv, *dS.shape[1:]), dz.view(b, kv, -1), None, None, None)
-
-
-def _tracks(layout: Layout, past, new) -> tuple[Track, ...]:
-    skips = (layout.old_sinks, layout.old_sinks, 0)  # the features of sinks are never read, so they are not kept
-    return tuple(Track(layout, x, y, skip=skip) for x, y, skip in zip(past, new, skips, strict=True))
+        dS = torch.zeros_like(S) if dS is None else dS.clone(memory_format=torch.contiguous_format)
+        dz = torch.zeros_like(z)[..., None] if dz is None else dz[..., None].clone()
+        for part, piece in split(*ctx.options, sources, None):
+            dq, dk, dv, dfq, dfk, dgain, *past = (None if x is None else x[part] for x in found)
+            given = (x[part] for x in (d_out, out, unit, norm, coefficient))
+            grads = Grads(*given, dq, dfq, dgain, *make_tracks(layout, past, (dk, dv, dfk)))
+            backward_band(piece, grads, S[part].flatten(0, 1).clone(), z[part].flatten(0, 1)[..., None].clone())
+            backward_state(piece, grads, dS[part].flatten(0, 1), dz[part].flatten(0, 1))
+        down = (None if g is None else g.to(x.dtype) for g, x in zip(found, sources, strict=True))
+        return (*down, dS, dz[..., 0], None, None, None, None)
