@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from attngap.cli.mechanisms import mechanisms
+from attngap.cli.probe import probe
 
 app = typer.Typer(
     name="attngap",
@@ -32,3 +33,4 @@ def root(
 
 
 app.command()(mechanisms)
+app.add_typer(probe, name="probe")

@@ -1,0 +1,59 @@
+"""Checkpoints of a training run: tensors in safetensors, the rest in its header; replaced whole, never half-written."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from attngap.errors import AttngapError
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    seconds: float = 0.0
+    finished: bool = False
+    solved: bool = False
+    diverged: bool = False
+    curve: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
+
+
+def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Write to a file beside it, then rename: a kill leaves the old checkpoint or the new one."""
+    if path is None:
+        return
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    part = path.with_suffix(f".{os.getpid()}.part")
+    save_file(tensors, part, metadata={"progress": json.dumps(dataclasses.asdict(progress))})
+    part.replace(path)
+
+
+def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress | None:
+    """Put a checkpoint into model and optimizer; None when there is none."""
+    if path is None or not path.exists():
+        return None
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        progress = Progress(**json.loads(file.metadata()["progress"]))
+    try:
+        model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
+    except RuntimeError as error:
+        raise AttngapError(f"{path} is the checkpoint of another model. Remove it, or give another folder") from error
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":
+            index, _, entry = rest.partition(".")
+            states.setdefault(int(index), {})[entry] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+    progress.curve = [(int(step), loss, score) for step, loss, score in progress.curve]
+    return progress

@@ -1,0 +1,121 @@
+"""Carrying out specs: one here, or many through the engine into the store."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attngap import engine
+from attngap.errors import AttngapError
+from attngap.probes.model import Decoder
+from attngap.probes.spec import Spec, build
+from attngap.probes.tasks.base import Task
+from attngap.probes.train import Report, Trained, train
+from attngap.provenance import provenance
+from attngap.store import Record, Runs, spec_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is sent to a worker: plain data only."""
+
+    spec: Spec
+    checkpoints: str | None = None
+    threads: int = 1
+
+
+def execute(job: Job, report: Report | None = None) -> dict[str, Any]:
+    """Train what the spec says; returns `result` and `provenance`, ready for the store."""
+    spec = job.spec
+    torch.set_num_threads(job.threads)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec["seed"])
+        task, model, options = build(spec)
+        file = Path(job.checkpoints) / f"{spec_key(spec)}.safetensors" if job.checkpoints else None
+        rate, seed = spec["learning_rate"], spec["seed"]
+        trained = train(model, task, options, learning_rate=rate, seed=seed, checkpoints=file, report=report)
+    return {
+        "result": describe(task, model, trained),
+        "provenance": provenance(seed=seed, threads=torch.get_num_threads()),
+    }
+
+
+def describe(task: Task, model: Decoder, trained: Trained) -> dict[str, Any]:
+    """What is stored of a run: its scores, and what they are to be measured against."""
+    rank = model.state_rank(task.tokens)
+    return {
+        **dataclasses.asdict(trained),
+        "metric": task.metric,
+        "higher": task.higher,
+        "chance": task.chance,
+        "best": task.best,
+        "closed": None if trained.score is None else task.closed(trained.score),
+        "predicted": task.capacity(rank, model.options.value_dim),
+        "parameters": model.parameter_count,
+        "state_floats": model.state_floats(task.tokens),
+        "state_rank": rank,
+        "tokens": task.tokens,
+    }
+
+
+def check(specs: Sequence[Spec]) -> None:
+    """Build every distinct model once, so that sizes that do not fit are told before hours of work."""
+    seen = set()
+    for spec in specs:
+        key = spec_key({name: spec[name] for name in ("task", "task_options", "mechanism", "model")})
+        if key not in seen:
+            seen.add(key)
+            build(spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """One finished or failed run of a batch."""
+
+    spec: Spec
+    result: dict[str, Any] | None
+    error: str | None
+
+
+def run_all(
+    specs: Sequence[Spec],
+    runs: Runs,
+    *,
+    sweep: str,
+    workers: int = 1,
+    ray: str | None = None,
+    checkpoints: Path | None = None,
+    retries: int = 2,
+) -> Iterator[Done]:
+    """Compute the runs the database lacks and store each as it finishes. Ends early only by Ctrl-C or close."""
+    check(specs)
+    if checkpoints is not None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+    runs.begin(sweep, specs)
+    missing = [dict(spec) for spec in runs.missing(specs)]
+    # Alone, a run may use every core; side by side they share them; on a cluster a job is promised one.
+    threads = 1 if ray is not None else max(1, torch.get_num_threads() // workers)
+    jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
+    for outcome in engine.run(execute, jobs, workers=workers, ray=ray, retries=retries):
+        spec = missing[outcome.index]
+        if outcome.error is not None:
+            runs.fail(spec, outcome.error)
+            yield Done(spec, None, outcome.error)
+            continue
+        runs.add(spec, outcome.value["result"], outcome.value["provenance"])
+        if checkpoints is not None:
+            (checkpoints / f"{spec_key(spec)}.safetensors").unlink(missing_ok=True)
+        yield Done(spec, outcome.value["result"], None)
+
+
+def finished(specs: Sequence[Spec], runs: Runs) -> list[Record]:
+    """The records of these specs, in their order; refuses when one is missing."""
+    stored = {record.key: record for record in runs.records()}
+    keys = [spec_key(spec) for spec in specs]
+    if lost := [key for key in keys if key not in stored]:
+        errors = runs.failures()
+        why = errors.get(lost[0], "it was not run").strip().splitlines()[-1]
+        raise AttngapError(f"{len(lost)} of {len(keys)} runs did not finish; the first: {why}")
+    return [stored[key] for key in dict.fromkeys(keys)]
