@@ -7,7 +7,7 @@ from attngap.mechanisms.feature_attention import FeatureAttention
 class Prototype(FeatureAttention):
     """w_ij ~ sum_r m_r(q_i) exp(p_r . k_j): softmax attention of r prototype queries, mixed by each query.
 
-    Ours; in the family of learned positive features (arXiv 2402.04347), with exponentials in place of Hedgehog's softmax
+    Ours; in the family of learned positive features (arXiv 2402.04347), with exponentials instead of Hedgehog's softmax
     over features on the key side, so that a key's size is not lost. `features` is the number of prototypes, 2 dim by
     default.
     """
