@@ -57,9 +57,9 @@ class Visit:
     def marks(self) -> dict[str, int]:
         """Chart to the number of visible things drawn in it."""
         return self.page.evaluate(
-            """() => Object.fromEntries(Object.keys(attngap.views).map(id => {
-                const root = document.querySelector(`[data-chart="${id}"] .canvas`) || document.getElementById(id.replace("-spectrum", ""));
-                return [id, root.querySelectorAll('svg g[class*="role-mark"] path, svg g[class*="role-mark"] text').length];
+            """() => Object.fromEntries(Object.entries(attngap.views).map(([id, view]) => {
+                const drawn = view.container().querySelectorAll('svg g.role-mark path, svg g.role-mark text');
+                return [id, drawn.length];
             }))"""
         )
 

@@ -73,10 +73,10 @@ def _color(alt, heads: Sequence[Row], color: str):
 def bounds(points: Sequence[Row] | None = None):
     """Relative error against rank: the certified floor, the ceiling that a construction reaches, the band between.
 
-    Rows: rank, floor, ceiling. Without rows the data is named "spectrum", for a page that fills it in.
+    Rows: rank, floor, ceiling. Without rows the data is named "bounds", for a page that fills it in.
     """
     alt = altair()
-    base = alt.Chart(alt.NamedData("spectrum") if points is None else rows(points))
+    base = alt.Chart(alt.NamedData("bounds") if points is None else rows(points))
     x = alt.X("rank:Q", scale=alt.Scale(type="log", base=2), title="state rank r", axis=alt.Axis(tickCount=5))
     percent = alt.Axis(format="%", tickCount=4)
     band = base.mark_area(opacity=0.25, color=BLUE).encode(
@@ -86,6 +86,29 @@ def bounds(points: Sequence[Row] | None = None):
     floor = base.mark_line(color=ORANGE, point=alt.OverlayMarkDef(color=ORANGE)).encode(y="floor:Q", **line)
     ceiling = base.mark_line(color=BLUE, point=alt.OverlayMarkDef(color=BLUE)).encode(y="ceiling:Q", **line)
     return alt.layer(band, floor, ceiling).properties(width="container", height=190)
+
+
+def spectrum(points: Sequence[Row] | None = None):
+    """Singular values of the weights, largest first: how fast they fall decides how small a state can be.
+
+    Rows: place (from 1), value. Without rows the data is named "spectrum", for a page that fills it in.
+    """
+    alt = altair()
+    return (
+        alt.Chart(alt.NamedData("spectrum") if points is None else rows(points))
+        .mark_line(color=BLUE)
+        .encode(
+            x=alt.X(
+                "place:Q",
+                scale=alt.Scale(type="log", base=2),
+                title="singular value number",
+                axis=alt.Axis(tickCount=5),
+            ),
+            y=alt.Y("value:Q", scale=alt.Scale(type="log"), title="size", axis=alt.Axis(tickCount=4, format=".0e")),
+            tooltip=["place:Q", alt.Tooltip("value:Q", format=".3g")],
+        )
+        .properties(width="container", height=190)
+    )
 
 
 def damage_split(heads: Sequence[Row], most: int = 30):
@@ -148,3 +171,22 @@ def selection(heads: Sequence[Row], context: int):
     here = alt.Chart(rows([{"n": context}])).mark_rule(strokeDash=[4, 3]).encode(x="n:Q")
     one = alt.Chart(rows([{"kappa": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="kappa:Q")
     return alt.layer(here, one, points).properties(width="container", height=280)
+
+
+def plain_map():
+    """Any share (0 to 1) of every head, for a page that fills in the data named "heads": id, layer, head, value."""
+    alt = altair()
+    gap, shades = alt.Scale(paddingInner=0.08), alt.Scale(scheme="plasma", domain=[0, 1])
+    return (
+        alt.Chart(alt.NamedData("heads"))
+        .mark_rect(cornerRadius=1.5, stroke="#000")
+        .encode(
+            x=alt.X("layer:O", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
+            y=alt.Y("head:O", scale=gap, axis=alt.Axis(labelOverlap=True, ticks=False)),
+            color=alt.Color("value:Q", title=None, scale=shades, legend=alt.Legend(orient="top")),
+            strokeWidth=alt.condition("datum.id == chosen", alt.value(3), alt.value(0)),
+            tooltip=["id:N", alt.Tooltip("value:Q", format=".3f")],
+        )
+        .add_params(alt.param(name="chosen", value=""))
+        .properties(width="container", height=220)
+    )

@@ -6,6 +6,8 @@ import typer
 
 from attngap.cli.mechanisms import mechanisms
 from attngap.cli.probe import probe
+from attngap.cli.report import report
+from attngap.cli.serve import serve
 
 app = typer.Typer(
     name="attngap",
@@ -34,3 +36,5 @@ def root(
 
 app.command()(mechanisms)
 app.add_typer(probe, name="probe")
+app.command()(report)
+app.command()(serve)

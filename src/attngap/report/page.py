@@ -7,6 +7,7 @@ content security policy forbids every request, so a page that opens is a page th
 import base64
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import zlib
@@ -18,7 +19,7 @@ from attngap.errors import AttngapError
 
 Row = dict[str, Any]
 ROWS_SHOWN = 20  # rows written into the page; the others come from the packed data, a page of rows at a time
-SCRIPTS = ("data.js", "charts.js", "tables.js", "heads.js")
+SCRIPTS = ("data.js", "charts.js", "tables.js", "matrix.js", "heads.js")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +95,22 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
+class PanelChart:
+    """A chart of one head: its spec draws the data called `name`, which each head brings along."""
+
+    name: str
+    caption: str
+    spec: Row
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadPanel:
-    """Where a click on a head opens: its numbers, its pattern, its spectrum."""
+    """Where a click on a head opens: its numbers, its charts, its attention pattern, what it reads.
+
+    A head is a row with `id`, `layer`, `head`, `words` (a sentence), `reads` (sentences), `patterns` (square roots of
+    weights as bytes, base64, one a passage) and rows under the name of each chart. A passage has `side` cells, each
+    `cell` tokens wide, and a `caption`.
+    """
 
     kind: ClassVar[str] = "head-panel"
     id: str
@@ -103,17 +118,34 @@ class HeadPanel:
     table_id: str
     heads: Sequence[Row]
     fields: Sequence[Column]
-    spectrum: Row | None = None
+    charts: Sequence[PanelChart] = ()
     passages: Sequence[Row] = ()
 
 
 @dataclasses.dataclass(frozen=True)
+class Input:
+    """One input of a live page: "range" (low, high, step), "select" (choices) or "text"."""
+
+    type: str
+    name: str
+    label: str
+    value: Any
+    low: float = 0.0
+    high: float = 1.0
+    step: float = 0.01
+    choices: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Form:
-    """Inputs of the explorer, drawn by a template of their own."""
+    """Inputs and the places a live page writes its answers to: facts (by name) and matrices (by name)."""
 
     kind: ClassVar[str] = "form"
-    template: str
-    values: Row = dataclasses.field(default_factory=dict)
+    id: str
+    inputs: Sequence[Input]
+    facts: Sequence[tuple[str, str]] = ()
+    matrices: Sequence[tuple[str, str]] = ()
+    button: str = ""
 
 
 Block = Text | Facts | Chart | Table | HeadPanel | Form
@@ -130,7 +162,7 @@ class Section:
 def show(value: Any, form: str = "") -> str:
     """A cell as a person reads it: a dash for what was not measured, yes and no for booleans."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
+        return "\N{EN DASH}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float) and math.isinf(value):
@@ -149,12 +181,12 @@ def render(
     live: bool = False,
     scripts: Iterable[str] = (),
 ) -> str:
-    """The page. `live` allows requests to its own server (the explorer); a report allows none at all."""
+    """The page. `live` allows requests to its own server (the explorer, whose `scripts` come last); a report none."""
     packed = Packer()
     for section in sections:
         for block in section.blocks:
             packed.add(block)
-    code = [_asset(name) for name in (*SCRIPTS, *scripts)]
+    code = [*(_asset(name) for name in SCRIPTS), *scripts, _asset("ready.js")]
     return (
         _environment()
         .get_template("page.html")
@@ -184,7 +216,7 @@ class Packer:
     def add(self, block: Block) -> None:
         if isinstance(block, Chart):
             choices = {name: self._spec(spec) for name, spec in block.choices.items()}
-            self.charts[block.id] = {"spec": self._spec(block.spec), "choices": choices, "alt": block.alt}
+            self.charts[block.id] = {"spec": self._spec(block.spec), "choices": choices}
         elif isinstance(block, Table):
             keys = [column.key for column in block.columns]
             self.tables[block.id] = {
@@ -198,15 +230,21 @@ class Packer:
                 "table": block.table_id,
                 "heads": _columnar(block.heads),
                 "fields": [dataclasses.asdict(field) for field in block.fields],
-                "spectrum": block.spectrum,
+                "charts": {chart.name: chart.spec for chart in block.charts},
                 "passages": list(block.passages),
             }
 
-    def _spec(self, spec: Row) -> Row:
-        spec = dict(spec)
-        for name, rows in spec.pop("datasets", {}).items():
-            self.data[name] = _columnar(rows)
-        return spec
+    def _spec(self, node: Any) -> Any:
+        """The spec with its rows taken out: `{values: JSON text}` becomes `{name}`, equal rows under one name."""
+        if isinstance(node, list):
+            return [self._spec(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if isinstance(text := node.get("values"), str):
+            name = "rows-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+            self.data[name] = _columnar(json.loads(text))
+            return {"name": name}
+        return {key: self._spec(value) for key, value in node.items()}
 
     def encode(self) -> str:
         whole = {"charts": self.charts, "data": self.data, "tables": self.tables, "panels": self.panels}
@@ -215,7 +253,7 @@ class Packer:
 
 
 def _columnar(rows: Sequence[Row]) -> Row:
-    """[{a: 1, b: 2}, ...] -> {keys: [a, b], columns: [[1, ...], [2, ...]]}: a third of the size, and deflates better."""
+    """[{a: 1, b: 2}, ...] -> {keys: [a, b], columns: [[1, ...], [2, ...]]}: smaller, and deflates better."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return {"keys": keys, "columns": [[row.get(key) for row in rows] for key in keys], "length": len(rows)}
 

@@ -1,5 +1,6 @@
 // Charts: Vega-Lite specs drawn as SVG. Colors of text and lines are CSS variables, so themes and print need no redraw.
 const chartLook = {
+  aria: false, // the picture as a whole has its sentence; thousands of labeled marks would only slow a reader down
   background: "transparent",
   font: "system-ui, sans-serif",
   view: { stroke: "transparent" },
@@ -10,6 +11,7 @@ const chartLook = {
   legend: { labelColor: "var(--soft)", titleColor: "var(--ink)", labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500 },
   title: { color: "var(--ink)", subtitleColor: "var(--soft)" },
   header: { labelColor: "var(--soft)", titleColor: "var(--ink)" },
+  mark: { aria: false },
   text: { color: "var(--ink)" },
   rule: { color: "var(--soft)" },
 };
@@ -26,10 +28,9 @@ function namedIn(node, found = new Set()) {
   return found;
 }
 
-async function drawSpec(element, spec, alt) {
+async function drawSpec(element, spec) {
   const full = { ...spec, datasets: { ...(spec.datasets || {}) } };
   for (const name of namedIn(spec)) if (datasets[name]) full.datasets[name] = datasets[name];
-  if (alt) full.description = alt;
   const { config, ...rest } = full;
   const result = await window.vegaEmbed(element, { ...rest, config: merge(chartLook, config) }, {
     renderer: "svg", actions: false, tooltip: { theme: "custom" },
@@ -53,7 +54,7 @@ async function drawChart(figure) {
   const select = figure.querySelector("[data-choice]");
   const spec = select ? chart.choices[select.value] : chart.spec;
   views[id]?.finalize();
-  views[id] = await drawSpec(figure.querySelector(".canvas"), spec, chart.alt);
+  views[id] = await drawSpec(figure.querySelector(".canvas"), spec);
   figure.dispatchEvent(new CustomEvent("drawn", { detail: views[id] }));
   return views[id];
 }

@@ -15,7 +15,7 @@ function rowsOf(table) {
 const page = await inflate(packedText);
 const datasets = Object.fromEntries(Object.entries(page.data).map(([name, table]) => [name, rowsOf(table)]));
 
-// The format specs the page uses, as Python shows them: ".3g", ".1%", ".2f", ",d".
+// The format specs the page uses, as Python shows them: ".3g", ".1%", ".2f", ",.0f".
 function show(value, form) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "boolean") return value ? "yes" : "no";
@@ -24,9 +24,12 @@ function show(value, form) {
   if (!form || typeof value !== "number") return String(value);
   const digits = Number((form.match(/\.(\d+)/) || [0, 0])[1]);
   if (form.endsWith("%")) return `${(100 * value).toFixed(digits)}%`;
+  if (form.startsWith(",")) {
+    return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  }
   if (form.endsWith("f")) return value.toFixed(digits);
   if (form.endsWith("g")) return general(value, digits);
-  return value.toLocaleString("en-US");
+  throw new Error(`No format ${form}`);
 }
 
 // Python's %g: as many significant digits as asked, an exponent of two digits below 1e-4 and from 10^digits.

@@ -1,7 +1,5 @@
 // Tables: sorted by a click on a header, read a page at a time, downloaded whole as CSV.
 function compare(a, b) {
-  const missing = (x) => x === null || x === undefined;
-  if (missing(a) || missing(b)) return missing(a) - missing(b);
   const [x, y] = [a, b].map((value) => (value === "Infinity" ? Infinity : value));
   return typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
 }
@@ -15,48 +13,63 @@ function csvOf(columns, rows) {
   return lines.map((line) => line.map(cell).join(",")).join("\r\n") + "\r\n";
 }
 
+const tables = {};
+
 function setUpTable(element) {
-  const { columns, rows: packed, shown } = page.tables[element.dataset.table];
-  let rows = rowsOf(packed);
-  let start = 0;
+  const id = element.dataset.table;
+  const { columns, rows: packed, shown } = page.tables[id];
   const body = element.querySelector("tbody");
   const pager = element.querySelector(".pager");
   const headers = [...element.querySelectorAll("th")];
+  let rows = rowsOf(packed);
+  let start = 0;
+  let sorted = null; // { key, sign }
 
   function cellOf(row, column, j) {
-    const cell = make("td", column.form ? { class: "number" } : {});
     const text = show(row[column.key], column.form);
+    let content = text;
+    if (j === 0 && row.href) content = make("a", { href: row.href }, text);
     if (j === 0 && "opensHead" in element.dataset) {
-      cell.append(make("button", { type: "button", onclick: () => openHead(element.dataset.table, row[column.key], true) }, text));
-    } else cell.append(text);
-    return cell;
+      content = make("button", { type: "button", onclick: () => openHead(id, row[column.key], true) }, text);
+    }
+    return make("td", column.form ? { class: "number" } : {}, content);
   }
 
   function draw() {
     const visible = rows.slice(start, start + shown);
+    const none = make("tr", {}, make("td", { colspan: String(columns.length) }, "none yet"));
     body.replaceChildren(...visible.map((row) => make("tr", {}, ...columns.map((column, j) => cellOf(row, column, j)))));
+    if (!rows.length) body.replaceChildren(none);
     pager.hidden = rows.length <= shown;
     if (pager.hidden) return;
-    const step = (by) => () => { start = Math.min(Math.max(0, start + by), rows.length - 1); draw(); };
-    const back = make("button", { type: "button", onclick: step(-shown) }, "Back");
-    const next = make("button", { type: "button", onclick: step(shown) }, "Next");
-    back.disabled = start === 0;
-    next.disabled = start + shown >= rows.length;
-    pager.replaceChildren(back, `${start + 1}–${Math.min(start + shown, rows.length)} of ${rows.length}`, next);
+    const turn = (by, label, disabled) => {
+      const button = make("button", { type: "button", onclick: () => { start += by; draw(); } }, label);
+      button.disabled = disabled;
+      return button;
+    };
+    const last = Math.min(start + shown, rows.length);
+    pager.replaceChildren(
+      turn(-shown, "Back", start === 0), `${start + 1}–${last} of ${rows.length}`, turn(shown, "Next", last === rows.length));
   }
 
-  function sortBy(j) {
-    const header = headers[j];
-    const down = header.getAttribute("aria-sort") !== "descending" && columns[j].form !== "";
-    const upNow = header.getAttribute("aria-sort") === "ascending";
-    const direction = (columns[j].form ? down : upNow) ? "descending" : "ascending";
-    headers.forEach((other) => other.removeAttribute("aria-sort"));
-    header.setAttribute("aria-sort", direction);
-    const sign = direction === "ascending" ? 1 : -1;
-    const key = columns[j].key;
+  function sort() {
+    if (!sorted) return;
+    const { key, sign } = sorted;
     const missing = (row) => row[key] === null || row[key] === undefined;
     // What was not measured stays at the end, whichever way the rest is sorted.
     rows = [...rows].sort((a, b) => (missing(a) || missing(b) ? missing(a) - missing(b) : sign * compare(a[key], b[key])));
+  }
+
+  // Numbers start with the largest, words with the first of the alphabet; a second click turns it around.
+  function sortBy(j) {
+    const now = headers[j].getAttribute("aria-sort");
+    const first = columns[j].form ? "descending" : "ascending";
+    const second = columns[j].form ? "ascending" : "descending";
+    const direction = now === first ? second : first;
+    headers.forEach((header) => header.removeAttribute("aria-sort"));
+    headers[j].setAttribute("aria-sort", direction);
+    sorted = { key: columns[j].key, sign: direction === "ascending" ? 1 : -1 };
+    sort();
     start = 0;
     draw();
   }
@@ -66,7 +79,8 @@ function setUpTable(element) {
   });
   const csv = element.querySelector("[data-csv]");
   csv.hidden = false;
-  csv.addEventListener("click", () => download(`${element.dataset.table}.csv`, "text/csv", csvOf(columns, rows)));
+  csv.addEventListener("click", () => download(`${id}.csv`, "text/csv", csvOf(columns, rows)));
+  tables[id] = (fresh) => { rows = fresh; sort(); start = Math.min(start, Math.max(0, rows.length - 1)); draw(); };
   draw();
 }
 

@@ -1,0 +1,46 @@
+"""`attngap report`: one page from saved results."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attngap.errors import AttngapError
+
+
+def report(
+    places: Annotated[
+        list[Path], typer.Argument(help="Folders that attngap wrote, or result files.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Title of the page; the model's name if none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Make one self-contained page from any mix of diagnosis, plan, receipt, probe and theory results.
+
+    Example: attngap report diagnosis converted -o report.html
+    """
+    from attngap.report.build import report_page
+    from attngap.report.results import read
+
+    results = read(places)
+    size = write_page(output, report_page(results, title=title))
+    used = [str(result.path) for result in results.results] + [str(path) for path, _ in results.runs]
+    if as_json:
+        print(json.dumps({"report": str(output), "bytes": size, "results": used}))
+    else:
+        print(f"{output}: {size / 1e6:.1f} MB from {len(used)} result{'s' if len(used) != 1 else ''}")
+
+
+def write_page(path: Path, html: str) -> int:
+    """Write whole or not at all; the size in bytes."""
+    data = html.encode()
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise AttngapError(f"Cannot write '{path}': {error.strerror}. Choose another place with -o") from None
+    return len(data)

@@ -1,0 +1,80 @@
+"""`attngap serve`: the explorer."""
+
+import errno
+import json
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attngap.errors import AttngapError
+
+
+def serve(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Where stored results lie; the present folder if none.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model whose heads to show on your own sentence.")] = None,
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8777,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines in.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print {url} as JSON once it listens.")] = False,
+) -> None:
+    """Explore in the browser: the law under sliders, weights side by side, a model's heads on your sentence, results.
+
+    Example: attngap serve --model smollm2
+    """
+    from attngap.explorer.app import LOCAL, create
+
+    if host not in LOCAL and not allow_remote:
+        raise AttngapError(
+            f"--host {host} would let other machines read your results and run your model; only {LOCAL[0]} is open to "
+            "you alone. Add --allow-remote if that is what you want"
+        )
+    places = folders or [Path()]
+    for place in places:
+        if not place.is_dir():
+            raise AttngapError(f"'{place}' is not a folder. Give folders that hold results")
+    listening = listen(host, port)
+    try:
+        app = create(places, _sentences(model), ("*",) if allow_remote else LOCAL)
+        url = f"http://{host}:{listening.getsockname()[1]}/"
+        print(json.dumps({"url": url}) if as_json else f"Explorer at {url} (stop it with Ctrl-C)", flush=True)
+        _run(app, listening)
+    finally:
+        listening.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, before anything slow is loaded, so that a port in use is told at once."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AttngapError(f"Port {port} is in use. Choose another: attngap serve --port {port + 1}") from None
+        raise AttngapError(f"Cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listening
+
+
+def _sentences(model: str | None):
+    if model is None:
+        return None
+    from attngap.explorer.sentence import Sentences
+    from attngap.models.load import load
+    from attngap.progress import progress
+
+    with progress(f"loading {model}", total=1) as advance:
+        loaded, tokenizer = load(model)
+        advance()
+    return Sentences(loaded, tokenizer, model)
+
+
+def _run(app, listening: socket.socket) -> None:
+    import uvicorn
+
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])

@@ -1,0 +1,82 @@
+"""The explorer's server: one page and a few JSON answers, for this machine only."""
+
+from pathlib import Path
+from typing import Any
+
+from attngap.errors import AttngapError
+from attngap.explorer import law, page, weights
+from attngap.explorer.sentence import Sentences
+from attngap.explorer.shelf import Shelf
+
+LOCAL = ("127.0.0.1", "localhost")
+
+
+def create(folders: list[Path], sentences: Sentences | None = None, hosts: tuple[str, ...] = LOCAL):
+    """The FastAPI application. A request that names another host is refused, so no web page elsewhere can read ours."""
+    try:
+        from fastapi import Depends, FastAPI, Query, Request
+        from fastapi.responses import HTMLResponse, JSONResponse
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+    except ImportError:
+        raise AttngapError("The explorer needs an extra. Next: pip install 'attngap[serve]'") from None
+
+    app = FastAPI(title="attngap explorer", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])
+    shelf = Shelf(folders)
+    html = page.explorer(sentences.name if sentences else None)
+
+    @app.exception_handler(AttngapError)
+    def mistake(request: Request, error: AttngapError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, status_code=422)
+
+    @app.get("/", response_class=HTMLResponse)
+    def index() -> str:
+        return html
+
+    def place(
+        log10_n: float = Query(ge=1, le=12),
+        d: int = Query(ge=4, le=4098),
+        needle: float = Query(ge=0.1, le=1.5),
+        a0: float = Query(ge=0, lt=0.1),
+        b: float = Query(ge=0.1, le=0.9),
+        scale: float = Query(ge=0.1, le=4),
+        m: int = Query(ge=1, le=1000),
+        degree: int = Query(ge=1, le=64),
+    ) -> law.Place:
+        return law.Place(log10_n, d, needle, a0, b, scale, m, degree)
+
+    @app.get("/api/law")
+    def law_here(where: law.Place = Depends(place)) -> dict[str, Any]:
+        return law.answer(where)
+
+    @app.get("/api/law/curve")
+    def law_curve(where: law.Place = Depends(place)) -> list[dict[str, Any]]:
+        return law.curve(where)
+
+    @app.get("/api/weights")
+    def weights_here(name: str, tokens: int, sharpness: float, data: str, seed: int) -> dict[str, Any]:
+        return weights.answer(name=name, tokens=tokens, sharpness=sharpness, data=data, seed=seed)
+
+    @app.get("/api/sentence")
+    def heads_here(text: str = Query(max_length=page.MOST_CHARACTERS)) -> dict[str, Any]:
+        return _loaded(sentences).heads(text)
+
+    @app.get("/api/sentence/{layer}/{head}")
+    def head_here(layer: int, head: int, text: str = Query(max_length=page.MOST_CHARACTERS)) -> dict[str, Any]:
+        return _loaded(sentences).pattern(text, layer, head)
+
+    @app.get("/api/results")
+    def results() -> dict[str, Any]:
+        return {"results": shelf.listing(), "sweeps": shelf.sweeps()}
+
+    @app.get("/report/{number}", response_class=HTMLResponse)
+    def report(number: int) -> str:
+        return shelf.report(number)
+
+    return app
+
+
+def _loaded(sentences: Sentences | None) -> Sentences:
+    if sentences is None:
+        raise AttngapError("No model is loaded. Start again with one: attngap serve --model smollm2")
+    return sentences

@@ -1,0 +1,95 @@
+"""What the explorer shows, in the report's own blocks."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from attngap.charts.heads import plain_map
+from attngap.charts.law import success_curves
+from attngap.explorer.weights import DATA
+from attngap.mechanisms.catalogue import catalogue
+from attngap.report.page import Chart, Column, Form, Input, Section, Table, Text, render
+
+MOST_CHARACTERS = 4000
+SENTENCE = "When Mary and John went to the store, John gave a drink to Mary. The store sold drinks to John and Mary."
+
+
+def explorer(model: str | None) -> str:
+    """The whole page; `model` is the name of the loaded one."""
+    script = files("attngap.explorer").joinpath("assets", "explorer.js").read_text(encoding="utf-8")
+    sections = [_law(), _weights(), _sentence(model), _results()]
+    subtitle = "Why softmax can select where linear attention cannot. Move anything."
+    return render("Explorer", sections, subtitle=subtitle, live=True, scripts=[script])
+
+
+def _law() -> Section:
+    sliders = [
+        Input("range", "log10_n", "tokens n", 6, 1, 12, 0.1),
+        Input("range", "needle", "needle a", 0.7, 0.1, 1.5, 0.01),
+        Input("range", "scale", "scale s", 1, 0.1, 4, 0.05),
+        Input("range", "d", "dimension d", 514, 4, 4098, 2),
+        Input("range", "m", "read-outs m", 40, 1, 400, 1),
+        Input("range", "b", "share b of the block part", 0.5, 0.1, 0.9, 0.05),
+        Input("range", "a0", "needle of the other data set", 0.05, 0, 0.09, 0.01),
+        Input("range", "degree", "polynomial degree", 4, 1, 64, 1),
+    ]
+    facts = [("softmax", "softmax separates with probability"), ("linear", "linear"), ("polynomial", "polynomial")]
+    facts += [
+        ("mass", "softmax's weight on the needle"),
+        ("critical", "needle beyond which softmax concentrates as n grows"),
+    ]
+    chart = Chart(
+        "law-curve",
+        "Success against the needle",
+        "Probability of telling the two data sets apart, against the size of the needle, for three kernels",
+        success_curves().to_dict(),
+        "Exact at every n, by binomial tails. The dashed line is where softmax concentrates as n grows, s a (1 + a) = 1.",
+    )
+    caveat = (
+        "These are the weights of one construction, in the style of arXiv 2310.11685. Other weights let linear attention "
+        "separate too; what it cannot have cheaply is dynamic range: a score ratio of n where softmax needs a gap of log n."
+    )
+    lead = "One needle among n tokens, m random sign read-outs: the probability that attention tells it is there."
+    return Section("law", "The law", [Form("law-form", sliders, facts), chart, Text([caveat], "note")], lead)
+
+
+def _weights() -> Section:
+    inputs = [
+        Input("select", "name", "mechanism", "elu", choices=catalogue()),
+        Input("select", "data", "queries and keys", "repeat", choices=DATA),
+        Input("range", "tokens", "tokens", 48, 8, 128, 1),
+        Input("range", "sharpness", "sharpness of the queries", 2, 0.1, 8, 0.1),
+        Input("range", "seed", "seed", 0, 0, 20, 1),
+    ]
+    facts = [("distance", "mean distance of the rows (total variation)")]
+    facts += [("top_softmax", "softmax's largest weight, mean"), ("top_mechanism", "the mechanism's")]
+    matrices = [("softmax", "softmax"), ("mechanism", "mechanism")]
+    lead = "The same queries and keys, two mechanisms. Rows are queries; color is the size of the weight, sign dropped."
+    return Section("weights", "Weights", [Form("weights-form", inputs, facts, matrices)], lead)
+
+
+def _sentence(model: str | None) -> Section:
+    if model is None:
+        advice = "Start the explorer with a model to see its heads on your own sentence: attngap serve --model smollm2"
+        return Section("sentence", "Your sentence", [Text([advice])])
+    inputs = [Input("text", "text", f"Text for {model}, up to 256 tokens", SENTENCE)]
+    inputs.append(
+        Input("select", "color", "Color by", "first", choices=("first", "self", "previous", "top", "entropy"))
+    )
+    form = Form("sentence-form", inputs, button="Show its heads")
+    alt = "Every head of the model on this sentence, layers across, heads down"
+    caption = "first, self, previous: mean weight on the first token, the row itself, the one before. Click a square."
+    chart = Chart("sentence-map", "Heads on this sentence", alt, plain_map().to_dict(), caption)
+    return Section("sentence", "Your sentence", [form, chart, Form("sentence-head", [], matrices=[("head", "head")])])
+
+
+def _results() -> Section:
+    tables = [
+        Table("results-table", "Results", _columns("kind", "model", "time", "path"), []),
+        Table("sweeps-table", "Sweeps", _columns("sweep", "done", "failed", "total", "last", "path"), []),
+    ]
+    lead = "Folders with results below the places the explorer was started with; running sweeps move on by themselves."
+    return Section("results", "Stored results", tables, lead)
+
+
+def _columns(*keys: str) -> Sequence[Column]:
+    return [Column(key, key) for key in keys]

@@ -1,0 +1,92 @@
+"""Small results of the documented schemas, made up from a seed: what reports and the explorer are tested on."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RANKS = [8, 16, 64, 128]
+PROVENANCE = {
+    "command": "attngap diagnose smollm2 -o diagnosis",
+    "time": "2026-01-02T03:04:05+00:00",
+    "versions": {"attngap": "0.1.0", "torch": "2.13.0"},
+    "python": "3.11.2",
+    "machine": {"cpu": "A CPU", "cores": 2, "system": "Linux"},
+    "commit": "0123456789abcdef",
+    "seed": 0,
+}
+MODEL = {"architecture": "LlamaForCausalLM", "fingerprint": "0123456789abcdef"}
+
+
+def head(layer: int, place: int, kv_heads: int, heads: int, dice: random.Random) -> dict[str, Any]:
+    damage = math.exp(dice.gauss(-8, 2))
+    unavoidable = damage * dice.random() ** 2
+    floors = sorted((dice.random() ** 3 for _ in RANKS), reverse=True)
+    sink, near = dice.random() * 0.7, dice.random() * 0.2
+    kappa = dice.gauss(0.7, 0.3)
+    return {
+        "id": f"{layer}.{place}",
+        "layer": layer,
+        "head": place,
+        "kv_head": place * kv_heads // heads,
+        "verdict": dice.choice(["keep", "replace", "replace", "window"]),
+        "reason": "71% sink and the rest local",
+        "entropy": dice.random(),
+        "top": dice.random(),
+        "sink": sink,
+        "near": near,
+        "far": 1 - sink - near,
+        "kappa": kappa,
+        "kappa_p10": kappa - 0.2,
+        "kappa_p90": kappa + 0.2,
+        "selecting": dice.random(),
+        "on_sink": dice.random(),
+        "n_star": 1 + math.exp(dice.gauss(6, 2)),
+        "spread": dice.gauss(8, 2),
+        "logit_ratio": dice.gauss(5, 1),
+        "previous": dice.random() ** 4,
+        "duplicate": dice.random() ** 4,
+        "induction": dice.random() ** 4,
+        "stress_far": dice.random(),
+        "floor": floors[2],
+        "ceiling": floors[2] * 1.6,
+        "floors": floors,
+        "ceilings": [1.6 * floor for floor in floors],
+        "spectrum": [math.exp(-i / 9) for i in range(64)],
+        "fit": dice.random() ** 3,
+        "damage": damage,
+        "recall_damage": damage * dice.random(),
+        "unavoidable": unavoidable,
+        "lost": damage - unavoidable,
+        "importance": damage,
+        "reads": [
+            {"at": 90, "query": " Mary", "key": " <b>John</b>", "after": " went", "distance": 71, "weight": 0.83}
+        ],
+    }
+
+
+def diagnosis(folder: Path, layers: int = 4, heads: int = 6, name: str = "tiny", **changes: Any) -> dict[str, Any]:
+    """Write diagnosis.json and patterns.npz into `folder`; the content."""
+    dice = random.Random(0)
+    rows = [head(layer, place, heads // 2, heads, dice) for layer in range(layers) for place in range(heads)]
+    content = {
+        "schema": "attngap.diagnosis/1",
+        "model": {"name": name, **MODEL, "layers": layers, "heads": heads, "kv_heads": heads // 2},
+        "options": {"context": 256, "passages": 2, "ranks": RANKS, "window": 64, "sinks": 4, "seed": 0},
+        "rank": 64,
+        "replacement": {"window": 64, "sinks": 4, "feature_map": "hedgehog"},
+        "damage_unit": "nats a token",
+        "heads": rows,
+        "notes": ["Floors tried 40 of 191 cuts."],
+        "provenance": PROVENANCE,
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "diagnosis.json").write_text(json.dumps(content))
+    noise = np.random.default_rng(0).random((2, layers * heads, 64, 64)) ** 6
+    pictures = (255 * np.tril(noise)).astype(np.uint8)
+    np.savez_compressed(folder / "patterns.npz", text=pictures[0], stress=pictures[1])
+    return content
