@@ -48,7 +48,7 @@ def fit_layer(
     passages = q.shape[0]
     if options.heldout >= passages:
         raise AttngapError(
-            f"A fit needs more passages than it holds out, got {passages} with heldout={options.heldout}; give more text"
+            f"A fit needs more passages than it holds out, got {passages} and heldout={options.heldout}; give more text"
         )
     begin(mechanism, q, k)
     train = passages - options.heldout

@@ -78,7 +78,7 @@ def capture(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     ...     model(tokens)
     """
     _check(model)
-    configs = _configs(model)
+    configs = attention_configs(model)
     before = [config._attn_implementation_internal for config in configs]
     watch = _Watch(observe)
     hooks = [model.register_forward_pre_hook(watch.restart), *_watch_cross(model, watch)]
@@ -115,7 +115,7 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
+def attention_configs(model: PreTrainedModel) -> list[Any]:
     """Every distinct config that some module may read its attention implementation from."""
     found: dict[int, Any] = {}
     queue: list[Any] = [getattr(part, "config", None) for part in model.modules()]
