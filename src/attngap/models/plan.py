@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
@@ -30,11 +30,21 @@ class ModelFacts(_Strict):
 
 
 class Replacement(_Strict):
-    """Exact attention to the first `sinks` and the last `window` keys, a feature map for the rest."""
+    """Exact attention to the first `sinks` and the last `window` keys, a feature map for the rest: a `hybrid`."""
 
     window: PositiveInt = 64
     sinks: NonNegativeInt = 4
-    feature_map: str = "hedgehog"
+    feature_map: str = "prototype"
+    features: PositiveInt | None = None  # None: the map's own default
+    relative: bool = False
+    gain: Literal["none", "head", "query"] = "query"
+
+    def options(self) -> dict[str, Any]:
+        """For `attngap.mechanism("hybrid", heads, dim, **options)`."""
+        return self.model_dump(exclude={"features"}) | {"map_options": self.map_options()}
+
+    def map_options(self) -> dict[str, Any]:
+        return {} if self.features is None else {"features": self.features}
 
 
 class Point(_Strict):

@@ -1,0 +1,172 @@
+"""From the pieces of a run to one row a head."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from attngap.diagnosis.damage import score
+from attngap.diagnosis.replacement import BARRIERS
+from attngap.diagnosis.result import Head, Read
+from attngap.diagnosis.stages import STRESS, Job
+from attngap.diagnosis.survey import summary
+
+MEASURED = ("entropy", "top", "sink", "near", "far", "kappa", "kappa_p10", "kappa_p90", "selecting", "on_sink")
+MEASURED += ("n_star", "spread", "logit_ratio")
+
+
+def heads(job: Job, tokenizer: PreTrainedTokenizerBase, rank: int | None) -> list[Head]:
+    """Every head, layer by layer; what was not measured stays None."""
+    out = []
+    for layer in range(job.shape.layers):
+        rows = _statistics(job, layer)
+        if rank is not None:
+            _add(rows, _certificates(job, layer, rank))
+            if rows[0]["replaceable"]:
+                _add(rows, _damages(job, layer, rank))
+            for row, pairs in zip(rows, _reads(job, layer, tokenizer), strict=True):
+                row["reads"] = pairs
+        group = job.shape.heads // job.shape.kv_heads
+        for head, row in enumerate(rows):
+            place = {"id": f"{layer}.{head}", "layer": layer, "head": head, "kv_head": head // group}
+            out.append(Head(**place, verdict="replace", **row))
+    _weigh(out)
+    return out
+
+
+def cross_rows(job: Job) -> list[dict[str, float | int | None]]:
+    """Cross-attention, apart: statistics only."""
+    out = []
+    for layer in range(job.shape.cross):
+        found = summary([_piece(job, f"cross-{i}-{layer}") for i in range(len(job.text))])
+        for head in range(job.shape.heads):
+            row = {name: _number(found[name][head]) for name in ("entropy", "top", "kappa", "selecting", "n_star")}
+            out.append({"layer": layer, "head": head, **row})
+    return out
+
+
+def patterns(job: Job) -> dict[str, np.ndarray]:
+    """Pictures of all heads, `(heads, 64, 64)` bytes on a square-root scale, for the first passage and for stress."""
+    layers = range(job.shape.layers)
+    names = {"text": "0", "stress": STRESS}
+    return {
+        title: torch.cat([_piece(job, f"deep-{name}-{layer}")["pattern"] for layer in layers]).numpy()
+        for title, name in names.items()
+    }
+
+
+def coarsening(job: Job) -> tuple[int, int]:
+    """How many of the possible cuts the floors tried."""
+    cuts, possible = _piece(job, "deep-0-0")["cuts"].tolist()
+    return cuts, possible
+
+
+def _statistics(job: Job, layer: int) -> list[dict[str, Any]]:
+    pieces = [_piece(job, f"rows-{i}-{layer}") for i in range(len(job.text))]
+    text, barrier = summary(pieces), int(pieces[0]["barrier"])
+    stress = _piece(job, f"rows-{STRESS}-{layer}")
+    rows = []
+    for head in range(job.shape.heads):
+        row = {name: _number(text[name][head]) for name in MEASURED}
+        row |= {name: _number(stress[name][head]) for name in ("previous", "duplicate", "induction")}
+        row["stress_far"] = max(0.0, 1 - float(stress["sink"][head] + stress["near"][head]))
+        row |= {"replaceable": barrier < 0, "reason": "" if barrier < 0 else BARRIERS[barrier]}
+        rows.append(row)
+    return rows
+
+
+def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
+    first, stress = _piece(job, f"deep-0-{layer}"), _piece(job, f"deep-{STRESS}-{layer}")
+    place = job.depth.ranks.index(rank)
+    rows = []
+    for head in range(job.shape.heads):
+        row: dict[str, Any] = {
+            "floor": float(first["floor"][head, place]),
+            "ceiling": float(first["ceiling"][head, place]),
+            "floors": first["floor"][head].tolist(),
+            "ceilings": first["ceiling"][head].tolist(),
+            "stress_floors": stress["floor"][head].tolist(),
+            "stress_ceilings": stress["ceiling"][head].tolist(),
+            "far_weight": float(first["far"][head]),
+            "spectrum": [float(f"{value:.4g}") for value in first["spectrum"][head].tolist()],
+        }
+        if "fit" in first:
+            row["fit"], row["stress_fit"] = float(first["fit"][head]), float(stress["fit"][head])
+            row["monotonicity"] = _number(first["monotonicity"][head])
+            row["errors"] = {
+                name.removeprefix("error."): float(error[head])
+                for name, error in first.items()
+                if name.startswith("error.")
+            }
+        rows.append(row)
+    return rows
+
+
+def _damages(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
+    """Damage is the mean over text passages; the ceiling's share of it is known on the first passage."""
+    pieces = [_piece(job, f"damage-{i}")[str(layer)] for i in range(len(job.text))]
+    stress = score(_piece(job, f"damage-{STRESS}")[str(layer)], labels=job.shape.labels)  # (1 + ranks, h)
+    scores = [score(piece, labels=job.shape.labels) for piece in pieces]
+    fitted = torch.stack([one[0] for one in scores]).mean(0)
+    place = job.depth.ranks.index(rank)
+    rows = []
+    for head in range(job.shape.heads):
+        best, damage = scores[0][1:, head], float(fitted[head])
+        unavoidable = min(float(best[place]), damage)
+        rows.append(
+            {
+                "damage": damage,
+                "recall_damage": float(stress[0, head]),
+                "unavoidables": best.tolist(),
+                "recall_unavoidables": stress[1:, head].tolist(),
+                "unavoidable": unavoidable,
+                "lost": damage - unavoidable,
+            }
+        )
+    return rows
+
+
+def _weigh(rows: list[Head]) -> None:
+    """Importance: share of all damage on text plus share of all damage on recall."""
+    able = [head for head in rows if head.replaceable and head.damage is not None]
+    text = sum(head.damage or 0.0 for head in able) or 1.0
+    recall = sum(head.recall_damage or 0.0 for head in able) or 1.0
+    for head in able:
+        head.importance = ((head.damage or 0.0) / text + (head.recall_damage or 0.0) / recall) / 2
+
+
+def _reads(job: Job, layer: int, tokenizer: PreTrainedTokenizerBase) -> list[list[Read]]:
+    piece, tokens = _piece(job, f"deep-0-{layer}"), job.text[0].tolist()
+
+    def word(place: int) -> str:
+        return str(tokenizer.decode([tokens[place]])) if place < len(tokens) else ""
+
+    out = []
+    for head in range(job.shape.heads):
+        found = zip(*(piece[f"read_{name}"][head].tolist() for name in ("query", "key", "weight")), strict=True)
+        out.append(
+            [
+                Read(at=q, query=word(q), key=word(k), after=word(k + 1), distance=q - k, weight=round(w, 4))
+                for q, k, w in found
+                if w > 0
+            ]
+        )
+    return out
+
+
+def _add(rows: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+    for row, extra in zip(rows, more, strict=True):
+        row |= extra
+
+
+def _piece(job: Job, name: str) -> dict[str, Tensor]:
+    found = job.work.piece(name)
+    assert found is not None, name
+    return found
+
+
+def _number(value: Tensor) -> float | None:
+    """JSON has no NaN: what is not defined is None."""
+    return float(value) if bool(value.isfinite()) else None

@@ -1,0 +1,108 @@
+"""All that one layer's queries, keys and values tell: floors, ceilings, patterns, untrained and fitted errors."""
+
+import dataclasses
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attngap.diagnosis.bounds import bounds
+from attngap.diagnosis.replacement import barrier, new_replacement, output, relative_error, streams, untrained
+from attngap.diagnosis.sequences import Sequence
+from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.fit import QUICK, fit_layer
+from attngap.models.plan import Replacement
+
+PATTERN = 64  # an attention pattern is kept as a picture of this many squares a side
+READS = 6  # far pairs of tokens kept for each head
+SPECTRUM = 128  # singular values kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """How deep to look: the ranks, and what stays exact in a replacement."""
+
+    ranks: tuple[int, ...]
+    replacement: Replacement
+
+
+def examine(sequence: Sequence, exact: Float[Tensor, "h t dv"], depth: Depth) -> dict[str, Tensor]:
+    """One layer on one sequence: certificates, a picture of the weights, and the error of untrained mechanisms."""
+    weights = sequence.weights()
+    values = sequence.v.repeat_interleave(sequence.group, 0)
+    near = depth.replacement
+    found = bounds(
+        weights,
+        values,
+        depth.ranks,
+        window=near.window,
+        sinks=near.sinks,
+        causal=sequence.causal,
+    )
+    out = {
+        "floor": found.floor,
+        "far": found.far,
+        "spectrum": found.spectrum[:, :SPECTRUM],
+        "cuts": torch.tensor([found.cuts, found.possible]),
+        "ceiling": found.ceiling,
+        # Half precision would underflow; bfloat16 keeps the range, and damage needs two digits.
+        "change": found.change.to(torch.bfloat16),
+        "pattern": pattern(weights),
+        **reads(weights, near.window, near.sinks),
+    }
+    if barrier(sequence) is None:
+        for name, candidate in untrained(sequence, near).items():
+            out[f"error.{name}"] = relative_error(output(candidate, sequence), exact)
+    return out
+
+
+def pattern(weights: Float[Tensor, "h t s"]) -> Tensor:
+    """The largest weight in each of PATTERN x PATTERN cells, as bytes on a square-root scale: faint lines show."""
+    size = (min(PATTERN, weights.shape[1]), min(PATTERN, weights.shape[2]))
+    small = torch.nn.functional.adaptive_max_pool2d(weights, size)
+    return (small.clamp(0, 1).sqrt() * 255).round().to(torch.uint8)
+
+
+def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str, Tensor]:
+    """The strongest pairs (query, key) outside window and sinks, at most one a query."""
+    distance = torch.arange(weights.shape[1])[:, None] - torch.arange(weights.shape[2])[None, :]
+    near = (distance.abs() < window) | (torch.arange(weights.shape[2]) < sinks)
+    best, key = weights.masked_fill(near, 0.0).max(-1)  # (h, t)
+    count = min(READS, weights.shape[1])
+    weight, query = best.topk(count, -1)
+    return {"read_weight": weight, "read_query": query, "read_key": key.gather(-1, query)}
+
+
+def fit(batch: list[Sequence], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism | None:
+    """A replacement fitted to the layer's own outputs, or None where there is none for such a layer."""
+    if barrier(batch[0]) is not None:
+        return None
+    candidate = new_replacement(batch[0], options)
+    with torch.enable_grad():
+        fit_layer(candidate, *(x.detach() for x in streams(batch)), exact.detach(), QUICK)
+    return candidate.requires_grad_(False)
+
+
+def monotonicity(candidate: Mechanism, sequence: Sequence, rows: int = 16) -> Float[Tensor, " h"]:
+    """Mean rank correlation, over some rows, of the replacement's far weights with the exact logits (2402.04347).
+
+    One means that the feature map orders distant keys as softmax does, whatever their sizes.
+    """
+    q, k, v = streams([sequence])
+    half = sequence.length // 2
+    picked = torch.linspace(half, sequence.length - 1, min(rows, sequence.length - half)).long()
+    far = max(2, half - getattr(candidate, "window", 0))
+    with torch.no_grad():
+        read = candidate.read(None, q, k, v)
+    fq, fk = (read.q, read.k) if read.fq is None or read.fk is None else (read.fq, read.fk)
+    scores, logits = (
+        x[:, picked] @ y[:, :far].repeat_interleave(sequence.group, 0).mT
+        for x, y in ((fq[0], fk[0]), (sequence.q, sequence.k))
+    )
+    return _spearman(scores, logits).mean(-1)
+
+
+def _spearman(a: Tensor, b: Tensor) -> Tensor:
+    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
+    centered = [x - x.mean(-1, keepdim=True) for x in ranks]
+    return torch.nn.functional.cosine_similarity(*centered, dim=-1)

@@ -1,0 +1,240 @@
+"""What a diagnosis says: a row for every head, the damage curve, and where the numbers come from."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from attngap.diagnosis.work import write_atomically
+from attngap.errors import AttngapError
+from attngap.models.plan import ModelFacts, Plan, Point, Replacement
+
+SCHEMA = "attngap.diagnosis/1"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
+
+
+class Read(_Strict):
+    """One far pair of tokens that a head joins on the first passage, among its strongest."""
+
+    at: int  # position of the query
+    query: str
+    key: str
+    after: str  # the token after the key: what a copying head would predict
+    distance: int
+    weight: float
+
+
+class Head(_Strict):
+    """One head. Shares are fractions; `None` means not measured (--quick) or not defined. See docs/schema.md."""
+
+    id: str
+    layer: int
+    head: int
+    kv_head: int
+    verdict: Literal["keep", "replace", "window"]
+    reason: str
+    replaceable: bool = True
+    # text, averaged over rows and passages
+    entropy: float | None
+    top: float
+    sink: float
+    near: float
+    far: float
+    kappa: float | None
+    kappa_p10: float | None
+    kappa_p90: float | None
+    selecting: float | None
+    on_sink: float
+    n_star: float | None
+    spread: float
+    logit_ratio: float
+    # the stress passage
+    previous: float | None = None
+    duplicate: float | None = None
+    induction: float | None = None
+    stress_far: float | None = None
+    # certificates at the headline rank, and at every rank
+    floor: float | None = None
+    ceiling: float | None = None
+    floors: list[float] | None = None
+    ceilings: list[float] | None = None
+    stress_floors: list[float] | None = None
+    stress_ceilings: list[float] | None = None
+    far_weight: float | None = None
+    spectrum: list[float] | None = None
+    # replacements: relative squared output error
+    errors: dict[str, float] | None = None
+    fit: float | None = None
+    stress_fit: float | None = None
+    monotonicity: float | None = None
+    # damage: nats a token on text and on the stress passage
+    damage: float | None = None
+    recall_damage: float | None = None
+    unavoidable: float | None = None
+    lost: float | None = None
+    unavoidables: list[float] | None = None
+    recall_unavoidables: list[float] | None = None
+    importance: float | None = None
+    measured: float | None = None
+    reads: list[Read] = []
+
+
+class Verification(_Strict):
+    """Real KL of replacing single heads, on passages that nothing else has seen."""
+
+    heads: list[str]
+    measured: list[float]
+    estimated: list[float]
+    spearman: float | None
+    passages: int
+    context: int
+
+
+class Diagnosis(_Strict):
+    """The result of `attngap.diagnose`; `diagnosis.json` holds exactly this."""
+
+    schema_: Literal["attngap.diagnosis/1"] = Field(default=SCHEMA, alias="schema")
+    model: ModelFacts
+    options: dict[str, Any]
+    rank: int | None  # the headline rank of `floor`, `ceiling` and `unavoidable`
+    replacement: Replacement
+    damage_unit: str | None
+    heads: list[Head]
+    cross: list[dict[str, float | int | None]] = []
+    notes: list[str] = []
+    verification: Verification | None = None
+    seconds: dict[str, float] = {}
+    provenance: dict[str, Any]
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="null")
+    _pictures: dict[str, np.ndarray] | None = PrivateAttr(default=None)
+
+    def with_pictures(self, pictures: dict[str, np.ndarray]) -> "Diagnosis":
+        """Attach the heads' attention patterns, which `save` writes to `patterns.npz`."""
+        self._pictures = pictures
+        return self
+
+    def to_pandas(self):
+        """One row a head; lists become columns named after the rank."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise AttngapError("A table needs pandas. Next: pip install 'attngap[report]'") from None
+        return pd.DataFrame([flat(head, self.options["ranks"]) for head in self.heads])
+
+    def plan(self, keep: float = 0.1, granularity: Literal["head", "group"] = "head") -> Plan:
+        """Keep softmax on the share `keep` of heads (or key-head groups) whose loss would hurt most.
+
+        Importance is a head's share of all damage on text plus its share of all damage on the stress passage: the two
+        ask for different heads, and a plan must serve both. Heads that cannot be replaced stay on top of that.
+        """
+        if not 0 <= keep <= 1:
+            raise AttngapError(f"keep must be a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
+        ordered = self._ordered(granularity)
+        count = round(keep * len(ordered))
+        fixed = [(h.layer, h.head) for h in self.heads if not h.replaceable]
+        kept = [(h.layer, h.head) for unit in ordered[:count] for h in unit]
+        return Plan(
+            model=self.model,
+            granularity=granularity,
+            keep=tuple(sorted(fixed + kept)),
+            replacement=self.replacement,
+            curve=self._curve(ordered),
+        )
+
+    def _ordered(self, granularity: Literal["head", "group"]) -> list[list[Head]]:
+        """Replaceable heads, or groups of them, the most important first."""
+        units: dict[tuple[int, int], list[Head]] = {}
+        for head in self.heads:
+            if head.replaceable:
+                if head.importance is None:
+                    raise AttngapError(
+                        "This diagnosis has no damage estimate, so there is nothing to plan by. "
+                        "Run `attngap diagnose` without --quick"
+                    )
+                units.setdefault((head.layer, head.head if granularity == "head" else head.kv_head), []).append(head)
+        return sorted(units.values(), key=lambda unit: -sum(head.importance or 0.0 for head in unit))
+
+    def _curve(self, ordered: list[list[Head]]) -> tuple[Point, ...]:
+        """Predicted damage when the first 0, 1, 2, ... units keep softmax; single-head estimates, added up."""
+        points = [Point(kept=sum(map(len, ordered)), text=0.0, recall=0.0)]
+        text = recall = 0.0
+        for unit in reversed(ordered):
+            text += sum(head.damage or 0.0 for head in unit)
+            recall += sum(head.recall_damage or 0.0 for head in unit)
+            points.append(Point(kept=points[-1].kept - len(unit), text=text, recall=recall))
+        return tuple(points)
+
+    def save(self, directory: str | Path) -> None:
+        """Write `diagnosis.json` and the heads as `heads.parquet`, or `heads.csv` where pandas is not installed."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_table(self, directory)
+        if (pictures := self._pictures) is not None:
+            write_atomically(directory / "patterns.npz", lambda path: _write_npz(path, pictures))
+        text = self.model_dump_json(by_alias=True, indent=1)
+        write_atomically(directory / "diagnosis.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Diagnosis":
+        path = Path(directory) / "diagnosis.json"
+        if not path.exists():
+            raise AttngapError(f"No diagnosis in '{directory}'. Make one: attngap diagnose MODEL -o {directory}")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise AttngapError(f"Cannot read '{path}': {error}. Diagnose the model again") from error
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if schema != SCHEMA:
+            raise AttngapError(
+                f"'{path}' is not a diagnosis this version reads: schema {schema!r}, expected {SCHEMA!r}"
+            )
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise AttngapError(f"'{path}' is wrong at {'.'.join(map(str, first['loc']))!r}: {first['msg']}") from error
+
+
+def flat(head: Head, ranks: list[int]) -> dict[str, Any]:
+    """A head as one flat row: floors become floor_8, floor_16, ...; errors become error_elu, ..."""
+    row: dict[str, Any] = {}
+    for name, value in head.model_dump(exclude={"reads", "spectrum"}).items():
+        if name == "errors":
+            row |= {f"error_{key}": error for key, error in (value or {}).items()}
+        elif name.endswith(("floors", "ceilings", "unavoidables")):
+            row |= {f"{name[:-1]}_{rank}": item for rank, item in zip(ranks, value or [], strict=False)}
+        else:
+            row[name] = value
+    return row
+
+
+def _write_table(diagnosis: Diagnosis, directory: Path) -> None:
+    try:
+        table = diagnosis.to_pandas()
+        import pyarrow  # noqa: F401 - pandas needs it for parquet
+    except (AttngapError, ImportError):
+        write_atomically(directory / "heads.csv", lambda path: _write_csv(diagnosis, path))
+        return
+    write_atomically(directory / "heads.parquet", table.to_parquet)
+
+
+def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with path.open("wb") as file:  # given a name, numpy would append .npz to it
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def _write_csv(diagnosis: Diagnosis, path: Path) -> None:
+    import csv
+
+    rows = [flat(head, diagnosis.options["ranks"]) for head in diagnosis.heads]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)

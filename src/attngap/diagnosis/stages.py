@@ -1,0 +1,195 @@
+"""The passes over the model. Each leaves its pieces in the work folder and skips those that are there already."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attngap.diagnosis.damage import projections, run
+from attngap.diagnosis.layers import Depth, examine, fit, monotonicity
+from attngap.diagnosis.replacement import barrier, new_replacement, output, relative_error
+from attngap.diagnosis.sequences import Sequence, sequences
+from attngap.diagnosis.survey import survey
+from attngap.diagnosis.work import Work
+from attngap.errors import AttngapError
+from attngap.models.capture import Call, capture
+from attngap.progress import progress
+
+DEPTH = 1024  # floors, fits and damage look at the first tokens of a passage only; statistics at all of it
+STRESS = "stress"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Heads of a model, as one short forward pass shows them."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cross: int  # cross-attention calls
+    causal: bool
+    labels: bool  # predicts tokens, so damage is a KL divergence; else it is a change of embedding
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One diagnosis: the model, its passages, the depth, and where pieces go."""
+
+    model: PreTrainedModel
+    shape: Shape
+    text: Int[Tensor, "p t"]
+    stress: Int[Tensor, "1 t"]
+    period: int
+    depth: Depth
+    draws: int
+    seed: int
+    work: Work
+    quiet: bool
+
+    def passages(self) -> list[tuple[str, Tensor]]:
+        """Every passage by name, the stress passage last."""
+        return [(str(i), row[None]) for i, row in enumerate(self.text)] + [(STRESS, self.stress)]
+
+
+def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
+    """Look at a few tokens: how many layers and heads there are, and whether the model can be watched at all."""
+    seen: list[Call] = []
+    with torch.no_grad(), capture(model, lambda call: seen.append(call)):
+        labels = getattr(run(model, tokens[:, :8]), "logits", None) is not None
+    own = [call for call in seen if not call.cross]
+    sizes = {(call.heads, call.kv_heads, call.q.shape[-1]) for call in own}
+    if len(sizes) != 1:
+        raise AttngapError(
+            f"{type(model).__name__} has layers with different heads (heads, key heads, dim): {sorted(sizes)}; "
+            "only models whose layers are alike are supported"
+        )
+    heads, kv_heads, dim = sizes.pop()
+    return Shape(len(own), heads, kv_heads, dim, len(seen) - len(own), all(call.causal for call in own), labels)
+
+
+def take_statistics(job: Job) -> None:
+    """One forward pass a passage; every row of every head, no n x n matrix."""
+    near = job.depth.replacement
+    for name, tokens in job.passages():
+        names = [f"rows-{name}-{layer}" for layer in range(job.shape.layers)]
+        names += [f"cross-{name}-{layer}" for layer in range(job.shape.cross)]
+        if all(map(job.work.has, names)):
+            continue
+        with progress(f"statistics, {_title(name)}", len(names), quiet=job.quiet) as advance:
+
+            def watch(call: Call, name: str = name, advance: Callable[..., None] = advance) -> None:
+                piece = f"{'cross' if call.cross else 'rows'}-{name}-{call.layer}"
+                if not job.work.has(piece):
+                    period = job.period if name == STRESS and not call.cross else None
+                    (one,) = sequences(call)
+                    job.work.keep(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
+                advance(note=f"layer {call.layer}")
+
+            _walk(job.model, tokens, watch)
+
+
+def look_deep(job: Job) -> None:
+    """Floors, ceilings, untrained errors and fits, a layer at a time while the model runs: first text, then stress."""
+    text = job.text[:, :DEPTH]
+    layers = range(job.shape.layers)
+    if not all(_deep(job, "0", layer) for layer in layers):
+        with progress("floors and fits, text", job.shape.layers, quiet=job.quiet) as advance:
+            _walk(job.model, text, lambda call: _text_layer(job, call, advance))
+    if not all(_deep(job, STRESS, layer) for layer in layers):
+        with progress("floors and fits, stress passage", job.shape.layers, quiet=job.quiet) as advance:
+            _walk(job.model, job.stress, lambda call: _stress_layer(job, call, advance))
+
+
+def _deep(job: Job, name: str, layer: int) -> bool:
+    return job.work.has(f"deep-{name}-{layer}")
+
+
+def _text_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
+    if call.cross:
+        return
+    batch = list(sequences(call))
+    if not job.work.has(f"fit-{call.layer}"):
+        advance(0, note=f"layer {call.layer}: fitting")
+        candidate = fit(batch, call.output, job.depth.replacement)
+        job.work.keep(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
+    advance(0, note=f"layer {call.layer}: floors")
+    _examine(job, "0", call.layer, batch, call.output)
+    advance(note=f"layer {call.layer}")
+
+
+def _stress_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
+    if call.cross:
+        return
+    _examine(job, STRESS, call.layer, list(sequences(call)), call.output)
+    advance(note=f"layer {call.layer}")
+
+
+def _examine(job: Job, name: str, layer: int, batch: list[Sequence], exact: Tensor) -> None:
+    """Certificates of the first passage of the batch; errors of the fit on all of them."""
+    if _deep(job, name, layer):
+        return
+    found = examine(batch[0], exact[0], job.depth)
+    candidate = load_fit(job, layer, batch[0])
+    if candidate is not None:
+        errors = [relative_error(output(candidate, one), out) for one, out in zip(batch, exact, strict=True)]
+        found["fit"] = torch.stack(errors).mean(0)
+        found["monotonicity"] = monotonicity(candidate, batch[0])
+    job.work.keep(f"deep-{name}-{layer}", found)
+
+
+def load_fit(job: Job, layer: int, one: Sequence):
+    """The layer's fitted replacement from its piece; None where a layer cannot be replaced."""
+    if barrier(one) is not None:
+        return None
+    state = job.work.piece(f"fit-{layer}")
+    assert state is not None, layer
+    candidate = new_replacement(one, job.depth.replacement)
+    candidate.load_state_dict(state)
+    return candidate.requires_grad_(False)
+
+
+def estimate_damage(job: Job) -> None:
+    """Backward passes on every passage; the ceiling's change is known on the first text passage and on stress."""
+    passages = job.passages()
+    if all(job.work.has(f"damage-{name}") for name, _ in passages):
+        return
+    with progress("damage, backward passes", len(passages), quiet=job.quiet) as advance:
+        for number, (name, tokens) in enumerate(passages):
+            if not job.work.has(f"damage-{name}"):
+                advance(0, note=_title(name))
+                job.work.keep(f"damage-{name}", _damage(job, name, tokens, job.seed + number))
+            advance(note=_title(name))
+
+
+def _damage(job: Job, name: str, tokens: Tensor, seed: int) -> dict[str, Tensor]:
+    found = projections(
+        job.model, tokens[:, :DEPTH], lambda call: _changes(job, name, call), draws=job.draws, seed=seed
+    )
+    return {str(layer): one for layer, one in enumerate(found)}
+
+
+def _changes(job: Job, name: str, call: Call) -> Tensor:
+    """(1 + ranks, h, t, dv): the fitted replacement's change of the output, then the ceiling's for each rank."""
+    (one,) = sequences(call)
+    candidate = load_fit(job, call.layer, one)
+    exact = call.output[0]
+    change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact
+    piece: dict[str, Any] = job.work.piece(f"deep-{name}-{call.layer}") or {}
+    ceilings = piece.get("change")
+    return change[None] if ceilings is None else torch.cat([change[None], ceilings.float().transpose(0, 1)])
+
+
+def _walk(model: PreTrainedModel, tokens: Tensor, watch: Callable[[Call], Any]) -> None:
+    """Run the body only: logits of a large vocabulary cost more than all the attention."""
+    body: Any = model if model.config.is_encoder_decoder else model.base_model
+    with torch.no_grad(), capture(body, watch):
+        run(body, tokens)
+
+
+def _title(name: str) -> str:
+    return "stress passage" if name == STRESS else f"passage {int(name) + 1}"

@@ -1,0 +1,56 @@
+"""Statistics of every head on one passage, reduced to what a report needs."""
+
+import torch
+from torch import Tensor
+
+from attngap.diagnosis.replacement import BARRIERS, barrier
+from attngap.diagnosis.sequences import Sequence
+from attngap.diagnosis.statistics import Rows, measure
+
+MEANS = ("entropy", "top", "sink", "near", "on_sink", "spread")
+SCORES = ("previous", "duplicate", "induction")
+
+
+def survey(sequence: Sequence, *, window: int, sinks: int, period: int | None = None) -> dict[str, Tensor]:
+    """Means over rows, every row's selection exponent (NaN where the top key is a sink), and the size of entries."""
+    rows = measure(sequence, window=window, sinks=sinks, period=period)
+    out = {name: getattr(rows, name).nanmean(-1) for name in MEANS}
+    out["kappa"] = torch.where(rows.on_sink > 0, torch.nan, rows.kappa)
+    out["margin"] = torch.where(rows.on_sink > 0, torch.nan, rows.margin)
+    out["entry"] = entry_size(sequence)
+    out["barrier"] = torch.tensor([-1 if (why := barrier(sequence)) is None else BARRIERS.index(why)])
+    if period is not None:
+        second = slice(sequence.length - period, None)  # only the second copy has something to find
+        out |= {name: _score(rows, name)[:, second].mean(-1) for name in SCORES}
+    return out
+
+
+def entry_size(sequence: Sequence) -> Tensor:
+    """B / sqrt(log n), B the largest entry when logits are written q.k / d with q and k alike in size.
+
+    Above about one, no fast algorithm approximates the attention matrix entrywise (arXiv 2302.13214).
+    """
+    d, n = sequence.q.shape[-1], sequence.k.shape[1]
+    q = sequence.q.abs().amax((-2, -1))
+    k = sequence.k.abs().amax((-2, -1)).repeat_interleave(sequence.group)
+    return (d * q * k).sqrt() / torch.tensor(float(n)).log().sqrt()
+
+
+def _score(rows: Rows, name: str) -> Tensor:
+    value = getattr(rows, name)
+    assert value is not None, name
+    return value
+
+
+def summary(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Over the passages: means of means, quantiles of the rows' selection exponents, the largest entry."""
+    out = {name: torch.stack([piece[name] for piece in pieces]).mean(0) for name in MEANS}
+    out["far"] = (1 - out["sink"] - out["near"]).clamp(min=0)
+    kappa, margin = (torch.cat([piece[name] for piece in pieces], -1) for name in ("kappa", "margin"))
+    for name, level in (("kappa_p10", 0.1), ("kappa", 0.5), ("kappa_p90", 0.9)):
+        out[name] = kappa.nanquantile(level, -1)
+    known = ~kappa.isnan()
+    out["selecting"] = (kappa >= 1).sum(-1) / known.sum(-1)  # NaN where every row looks at a sink
+    out["n_star"] = 1 + margin.nanquantile(0.5, -1).double().exp()
+    out["logit_ratio"] = torch.stack([piece["entry"] for piece in pieces]).amax(0)
+    return out

@@ -1,0 +1,68 @@
+"""A verdict a person understands, from a head's numbers."""
+
+from attngap.diagnosis.result import Head
+
+RETRIEVES = 0.2  # mean weight on the token to copy, on the stress passage
+PREVIOUS = 0.4
+WINDOW_ENOUGH = 0.02  # far mass below which nothing distant is read to speak of
+
+
+def judge(heads: list[Head], keep: float, rank: int | None, unit: str = "nats") -> None:
+    """Set `verdict` and `reason`: keep the share `keep` of heads that matter most, name what the others do."""
+    scored = sorted((head for head in heads if head.importance is not None), key=lambda head: -(head.importance or 0.0))
+    kept = {head.id for head in scored[: round(keep * len(scored))]}
+    for head in heads:
+        if not head.replaceable:
+            head.verdict = "keep"  # its reason was set by what forbids a replacement
+            continue
+        needed = head.id in kept if head.importance is not None else _looks_needed(head)
+        head.verdict = "keep" if needed else "window" if head.far < WINDOW_ENOUGH else "replace"
+        head.reason = _reason(head, rank, unit)
+
+
+def _looks_needed(head: Head) -> bool:
+    """Without a damage estimate: does it copy, or select far away?"""
+    return (head.induction or 0.0) >= RETRIEVES or (head.far > 0.3 and (head.kappa or 0.0) >= 1)
+
+
+def _reason(head: Head, rank: int | None, unit: str) -> str:
+    what = character(head)
+    if head.verdict == "window":
+        return f"{what}; a window is enough, only {head.far:.1%} lies beyond it"
+    if head.damage is None:
+        return what
+    cost = f"costs {_short(head.damage)} {unit} on text, {_short(head.recall_damage or 0.0)} on recall"
+    if head.verdict == "replace":
+        return f"{what}; {cost}"
+    floor = f"floor at rank {rank} is {head.floor:.1%}" if head.floor is not None else ""
+    return "; ".join(part for part in (what, cost, floor, _split(head, rank)) if part)
+
+
+def character(head: Head) -> str:
+    """What the head does, in a few words."""
+    if (head.induction or 0.0) >= RETRIEVES:
+        return f"a retrieval head: puts {head.induction:.0%} on the token to copy when text repeats"
+    if (head.duplicate or 0.0) >= RETRIEVES:
+        return f"finds earlier copies of the same token ({head.duplicate:.0%})"
+    if (head.previous or 0.0) >= PREVIOUS:
+        return f"reads the token before ({head.previous:.0%})"
+    if head.sink >= 0.5:
+        return f"{head.sink:.0%} on the first tokens, {head.near:.0%} nearby, {head.far:.0%} far"
+    if head.near >= 0.5:
+        return f"mostly local: {head.near:.0%} nearby, {head.far:.0%} far"
+    if head.kappa is not None and head.kappa >= 1:
+        return f"selects single tokens, {head.far:.0%} of it far away"
+    return f"spreads widely: {head.far:.0%} far, top weight {head.top:.0%}"
+
+
+def _split(head: Head, rank: int | None) -> str:
+    if head.damage is None or head.unavoidable is None or head.damage <= 0:
+        return ""
+    share = min(1.0, head.unavoidable / head.damage)
+    if share >= 0.5:
+        return f"{share:.0%} of that is unavoidable at rank {rank}"
+    return f"a better feature map could win back {1 - share:.0%}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1g}" if value < 0.01 else f"{value:.2f}"
