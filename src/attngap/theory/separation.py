@@ -63,7 +63,7 @@ class Setting:
             below = self.n // self.p * self.p
             nearest = f"{below} or {below + self.p}" if below else f"{self.p}"
             raise AttngapError(f"n must be a multiple of d - 2 = {self.p}, got {self.n}. Nearest: {nearest}")
-        _check_split(self.b, self.c)
+        check_split(self.b, self.c)
         if not 0 <= self.a0 < self.a1 < math.inf:
             raise AttngapError(f"needles must satisfy 0 <= a0 < a1, got a0={self.a0}, a1={self.a1}")
         if not 0 < self.scale < math.inf:
@@ -125,7 +125,8 @@ def _first_above(x: Decimal, highest: int) -> int:
     return int(nearest) + 1 if nearest <= x or abs(x - nearest) < TIE else int(nearest)
 
 
-def _check_split(b: float, c: float) -> None:
+def check_split(b: float, c: float) -> None:
+    """Refuse unless b + c = 1 and both are at least 0.1."""
     if not math.isclose(b + c, 1.0, rel_tol=0, abs_tol=1e-12):
         raise AttngapError(f"b + c must be 1, got b={b} and c={c}, which make {b + c:g}")
     if min(b, c) < 0.1 - 1e-12:
@@ -254,7 +255,7 @@ def law(
     True
     """
     if c is not None:
-        _check_split(b, c)
+        check_split(b, c)
     return Law(kernels.check(kernel), n, d, a0, a1, b, m, scale, aq)
 
 
