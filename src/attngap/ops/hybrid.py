@@ -15,7 +15,7 @@ from attngap.ops.check import (
     check_width,
     shape,
 )
-from attngap.ops.hybrid_blocks import HybridBlocks
+from attngap.ops.hybrid_blocks import HybridBlocks, Near, forward_rows, split
 from attngap.ops.hybrid_layout import Layout
 from attngap.ops.hybrid_state import State, check_hybrid_state, empty_state, roll_up, step, unroll
 
@@ -38,6 +38,7 @@ def hybrid_attention(
     mask: Shaped[Tensor, "b t"] | None = None,
     chunk: int | None = None,
     inplace: bool = False,
+    near: Near | None = None,
 ) -> tuple[Float[Tensor, "b h t dv"], State]:
     """Row i weighs its near keys by exp(scale q_i.k_j), all other past keys by exp(log_gain_i) fq_i.fk_j.
 
@@ -46,7 +47,8 @@ def hybrid_attention(
     exp(c_i + log_gain_i) fq_i.fk_j. Time is linear in t, the state constant in size. `log_gain` is None (zero), (h,) or
     (b, h, t); `mask` is (b, t), True at real tokens: others are not attended to, do not count as positions, and give
     zero rows. `chunk` is the number of rows computed at a time. With `inplace` a state handed in is overwritten where
-    that saves time, as in decoding; it needs torch.no_grad.
+    that saves time, as in decoding; it needs torch.no_grad. `near`, from `near_attention` on the same q, k and v,
+    spares computing the near part again: for fitting features to a whole unpadded sequence.
 
     A row is measured in units of the larger of its largest near weight and its far mass, so nothing overflows. A
     normalizer below 1e-6 in that unit (possible only with features of both signs) is replaced by 1e-6 with its sign.
@@ -65,15 +67,17 @@ def hybrid_attention(
         raise AttngapError("inplace=True would overwrite what the backward needs: call under torch.no_grad()")
     if mask is not None and bool(mask.all()):
         mask = None
+    if near is not None:
+        _check_near(near, q, k, v, whole=fresh and mask is None)
     gain = _gain(log_gain, q)
     inputs = (q, k, v, fq, fk, gain)
-    if q.shape[2] == 1 and mask is None and not tracked:
+    if q.shape[2] == 1 and mask is None and near is None and not tracked:
         if not (inplace or fresh):
             state = {name: x.clone() for name, x in state.items()}
         out = step(state, *inputs, window=window, sinks=sinks, scale=temper, relative=relative)
     else:
         options = {"window": window, "sinks": sinks, "chunk": chunk or BLOCK, "scale": temper, "relative": relative}
-        out, state = _pieces(inputs, state, mask, options)
+        out, state = _pieces(inputs, state, mask, options | {"near": near})
     check_finite({"out": out}, {"q": q, "k": k, "v": v, "fq": fq, "fk": fk, "log_gain": log_gain})
     return out, state
 
@@ -95,6 +99,40 @@ def window_attention(
     fq, fk = (x.new_zeros(()).expand(*x.shape[:3], 1) for x in (q, k))
     options = {"window": window, "sinks": sinks, "scale": scale, "chunk": chunk, "inplace": inplace}
     return hybrid_attention(q, k, v, fq, fk, state=state, mask=mask, **options)
+
+
+@torch.no_grad()
+def near_attention(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b h_kv t d"],
+    v: Float[Tensor, "b h_kv t dv"],
+    *,
+    window: int,
+    sinks: int = 4,
+    scale: float | None = None,
+) -> Near:
+    """What `hybrid_attention(..., near=...)` needs of the near keys, with the same window, sinks and scale."""
+    fq, fk = (x.new_zeros(()).expand(*x.shape[:3], 1) for x in (q, k))
+    _check(q, k, v, fq, fk, window, sinks, None, None, None)
+    b, h, t, d = q.shape
+    layout = Layout(0, min(sinks, t), 0, t, window, BLOCK)
+    acc = accumulate_dtype(q.dtype)
+    out, stats = q.new_empty(b, h, t, v.shape[3], dtype=acc), [q.new_empty(b, h, t, dtype=acc) for _ in range(3)]
+    state = empty_state(k, v, fk, window, sinks)
+    sources = q, k, v, fq, fk, _gain(None, q), *unroll(state, 0, window, sinks)
+    for part, piece in split(layout, d**-0.5 if scale is None else float(scale), False, sources, None):
+        S, z = state["S"][part].flatten(0, 1), state["z"][part].flatten(0, 1)[..., None]
+        forward_rows(piece, S, z, out[part], [x[part] for x in stats])
+    return Near(out, stats[0], stats[1].log().add_(stats[0]))
+
+
+def _check_near(near: Near, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) -> None:
+    if not whole:
+        raise AttngapError("near goes with a whole unpadded sequence: leave out state and mask, or leave out near")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise AttngapError("near holds q, k and v fixed, but one of them requires a gradient: detach it, or omit near")
+    if tuple(near.out.shape) != (*q.shape[:3], v.shape[3]):
+        raise AttngapError(f"near was made for an output of {shape(near.out)}, q and v give {shape(q)}, {shape(v)}")
 
 
 def _check(q, k, v, fq, fk, window, sinks, log_gain, mask, chunk) -> None:
@@ -146,7 +184,7 @@ def _pieces(inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, optio
 
 
 def _piece(
-    inputs: tuple[Tensor, ...], state: State, count: int, *, window: int, sinks: int, chunk: int, scale, relative
+    inputs: tuple[Tensor, ...], state: State, count: int, *, window: int, sinks: int, chunk: int, scale, relative, near
 ) -> tuple[Tensor, State]:
     """All sequences have seen `count` tokens and have no padding in this piece."""
     q, k, v, fq, fk, gain = inputs
@@ -155,7 +193,7 @@ def _piece(
     new_sinks = min(sinks - old_sinks, t)
     past = unroll(state, count, window, sinks)
     layout = Layout(old_sinks, new_sinks, past[2].shape[2], t, window, chunk)
-    out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, state["S"], state["z"], layout, scale, relative, None)
+    out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, state["S"], state["z"], layout, scale, relative, near)
     return out, {
         "k": roll_up(past[0], k, count, window, sinks),
         "v": roll_up(past[1], v, count, window, sinks),

@@ -93,8 +93,11 @@ def split(layout: Layout, scale: float, relative: bool, sources, near: Near | No
         cut = [x[part] for x in (past_k, past_v, past_fk, k, v, fk)]
         tracks = make_tracks(layout, cut[:3], cut[3:])
         close = None if near is None else Near(*(x[part] for x in near))
-        yield part, Piece(
-            layout, masks, scale, relative, k.shape[1], gain.dtype, q[part], fq[part], gain[part], *tracks, close
+        yield (
+            part,
+            Piece(
+                layout, masks, scale, relative, k.shape[1], gain.dtype, q[part], fq[part], gain[part], *tracks, close
+            ),
         )
 
 
@@ -143,7 +146,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
 
 @dataclasses.dataclass(frozen=True)
 class Grads:
-    """Where a piece's gradients go; None where nobody asked. `d_out`, `out` and the statistics are what they come from."""
+    """Where a piece's gradients go, None where nobody asked, and what they come from."""
 
     d_out: Tensor
     out: Tensor
@@ -186,7 +189,7 @@ def backward_band(piece: Piece, grads: Grads, S: Tensor, z: Tensor) -> None:
         dQ *= c
         put_rows(grads.dfq, block, dQ)
         d_lift = None
-        if grads.dgain is not None or piece.relative and grads.near_wanted:
+        if grads.dgain is not None or (piece.relative and grads.near_wanted):
             d_lift = (dQ * Q).sum(-1, keepdim=True)
             put_rows(grads.dgain, block, d_lift)
         if grads.near_wanted:
@@ -201,7 +204,7 @@ def backward_near(piece: Piece, grads: Grads, block: Block, V, g, D, T, d_lift) 
     """The gradients of q, k and, through the weights of the band, v."""
     K = piece.keys.read(block.start, block.stop, piece.dtype, sinks=True)
     P = piece.logits(block, K)
-    ties = (P == P.amax(-1, keepdim=True)).to(P) if piece.relative else None
+    ties = (P.amax(-1, keepdim=True) == P).to(P) if piece.relative else None
     P.sub_(piece.scalars(grads.unit, block)).exp_()
     if grads.dq is not None or grads.keys.wanted:
         dP = torch.bmm(g, V.mT).sub_(D).mul_(P)
@@ -244,7 +247,8 @@ class HybridBlocks(torch.autograd.Function):
         stats = [q.new_empty(b, h, t, dtype=S.dtype) for _ in range(3)]
         after = S.clone(memory_format=torch.contiguous_format), z[..., None].clone()
         for part, piece in split(layout, scale, relative, sources, near):
-            forward_rows(piece, *(x[part].flatten(0, 1) for x in after), out[part], [x[part] for x in stats])
+            S_part, z_part = (x[part].flatten(0, 1) for x in after)
+            forward_rows(piece, S_part, z_part, out[part], [x[part] for x in stats])
         ctx.save_for_backward(*sources, S, z, out, *stats)
         ctx.options = layout, scale, relative
         ctx.set_materialize_grads(False)
@@ -254,18 +258,20 @@ class HybridBlocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, dS, dz):
         *sources, S, z, out, unit, norm, coefficient = ctx.saved_tensors
-        layout = ctx.options[0]
+        layout, scale, relative = ctx.options
         found = [
             torch.zeros(x.shape, dtype=S.dtype, device=x.device) if wanted else None
             for x, wanted in zip(sources, ctx.needs_input_grad[:9], strict=True)
         ]
         d_out = torch.zeros_like(out) if d_out is None else d_out
+        rows_given = {"d_out": d_out, "out": out, "unit": unit, "norm": norm, "coefficient": coefficient}
         dS = torch.zeros_like(S) if dS is None else dS.clone(memory_format=torch.contiguous_format)
         dz = torch.zeros_like(z)[..., None] if dz is None else dz[..., None].clone()
-        for part, piece in split(*ctx.options, sources, None):
+        for part, piece in split(layout, scale, relative, sources, None):
             dq, dk, dv, dfq, dfk, dgain, *past = (None if x is None else x[part] for x in found)
-            given = (x[part] for x in (d_out, out, unit, norm, coefficient))
-            grads = Grads(*given, dq, dfq, dgain, *make_tracks(layout, past, (dk, dv, dfk)))
+            given = {name: x[part] for name, x in rows_given.items()}
+            keys, values, features = make_tracks(layout, past, (dk, dv, dfk))
+            grads = Grads(**given, dq=dq, dfq=dfq, dgain=dgain, keys=keys, values=values, features=features)
             backward_band(piece, grads, S[part].flatten(0, 1).clone(), z[part].flatten(0, 1)[..., None].clone())
             backward_state(piece, grads, dS[part].flatten(0, 1), dz[part].flatten(0, 1))
         down = (None if g is None else g.to(x.dtype) for g, x in zip(found, sources, strict=True))

@@ -79,7 +79,7 @@ def linear_attention(
 
 
 def safe_normalizer(n: Tensor, eps: float) -> Tensor:
-    return torch.where(n.abs() < eps, torch.where(n < 0, -eps, eps).to(n), n)
+    return torch.where(n.abs() < eps, torch.where(n < 0, -eps, torch.full_like(n, eps)), n)
 
 
 def delta_attention(
