@@ -22,10 +22,10 @@ def mechanisms(
 
     if name is not None:
         record = describe(name)
-        print(json.dumps(record, indent=2)) if as_json else _print_one(record)
+        print(json.dumps(record, indent=2, default=repr)) if as_json else _print_one(record)
         return
     records = [_describe_or_error(each) for each in catalogue()]
-    print(json.dumps(records, indent=2)) if as_json else _print_table(records)
+    print(json.dumps(records, indent=2, default=repr)) if as_json else _print_table(records)
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -51,13 +51,11 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def _describe_or_error(name: str) -> dict[str, Any]:
-    """A plugin that does not load takes its own row only."""
-    from attngap.errors import AttngapError
-
+    """A broken plugin, whatever it raises, costs its own row only."""
     try:
         return describe(name)
-    except AttngapError as error:
-        return {"name": name, "error": str(error)}
+    except Exception as error:
+        return {"name": name, "error": f"{name}: {error}"}
 
 
 def _print_table(records: list[dict[str, Any]]) -> None:
@@ -88,7 +86,8 @@ def _print_one(record: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     console.print(f"{record['name']} (arXiv {record['paper']})", style="bold")
-    console.print(record["formula"], markup=False)
+    paragraphs = record["formula"].split("\n\n")
+    console.print("\n\n".join(" ".join(each.split()) for each in paragraphs), markup=False)
     rank = "one a token" if record["grows"] else record["state_rank"]
     console.print(f"\nState of one head at dim {DIM}: {_floats(record)} floats, rank {rank}", markup=False)
     options = ", ".join(f"{option}={default!r}" for option, default in record["options"].items())

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError
+from attngap.ops.check import accumulate_dtype
 from attngap.ops.naive import expand_heads
 
 State = dict[str, Tensor]
@@ -40,6 +41,12 @@ class Streams:
 
     def replace(self, **changes: Tensor | None) -> "Streams":
         return dataclasses.replace(self, **changes)
+
+    def wide(self) -> "Streams":
+        """In float32 where they are in half precision: what sums and n x n matrices are computed in."""
+        dtype = accumulate_dtype(self.v.dtype)
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "mask"}
+        return self.replace(**{name: x.to(dtype) for name, x in tensors.items() if x is not None})
 
     def slice(self, start: int, stop: int) -> "Streams":
         """The tokens start:stop, as views."""
@@ -126,12 +133,16 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
-        """The mixing matrix W: what `parallel` gives for v = identity. Rows and columns of padding are zero."""
+        """The mixing matrix W: what `parallel` gives for v = identity. Rows and columns of padding are zero.
+
+        Half precision gives float32.
+        """
         raise NotImplementedError
 
     def parallel(self, streams: Streams) -> Float[Tensor, "b h t dv"]:
         """The n x n form, W v: for checking."""
-        return self.weights(streams) @ expand_heads(streams.v, self.heads)
+        mixed = self.weights(streams) @ expand_heads(streams.wide().v, self.heads)
+        return mixed.to(streams.v.dtype)
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None

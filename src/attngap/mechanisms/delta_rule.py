@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism, State, Streams, read_out
 from attngap.mechanisms.gates import Gate, WriteGate
 from attngap.mechanisms.linear_state import decay_factor, decayed_scores
@@ -59,22 +60,20 @@ class DeltaRule(Mechanism):
         return {"S": torch.zeros(b, h, r, streams.v.shape[-1], dtype=dtype, device=streams.v.device)}
 
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
-        assert streams.beta is not None
-        dtype = state["S"].dtype
-        q, k, v, beta = (x.to(dtype) for x in (streams.q, streams.k, streams.v, streams.beta))
+        now = streams.wide()
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
-        kept = decay_factor(streams, real, dtype) * state["S"]
-        write = real * beta[..., None] * (v - k @ kept)  # (b, h_kv, 1, dv)
-        S = kept + k.mT * write
-        return {"S": S}, (read_out(q, S) * real).to(streams.v.dtype)
+        kept = decay_factor(now, real) * state["S"]
+        write = real * _beta(now)[..., None] * (now.v - now.k @ kept)  # (b, h_kv, 1, dv)
+        S = kept + now.k.mT * write
+        return {"S": S}, (read_out(now.q, S) * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         """W = tril(Q K) (I + diag(beta) tril(K K, -1))^-1 diag(beta), products decayed between their tokens."""
-        assert streams.beta is not None
-        k, beta = expand_heads(streams.k, self.heads), expand_heads(streams.beta, self.heads)
+        streams = streams.wide()
+        k, beta = expand_heads(streams.k, self.heads), expand_heads(_beta(streams), self.heads)
         decay = None if streams.log_decay is None else expand_heads(streams.log_decay, self.heads)
         real = streams.real[:, None, :, None].to(k.dtype)
-        beta = beta[..., None].to(k.dtype) * real  # (b, h, t, 1)
+        beta = beta[..., None] * real  # (b, h, t, 1)
         reads = decayed_scores(streams.q, k, decay, streams.mask).tril() * real
         recalls = decayed_scores(k, k, decay, streams.mask).tril(-1)
         eye = torch.eye(streams.length, dtype=k.dtype, device=k.device)
@@ -89,7 +88,7 @@ class DeltaRule(Mechanism):
             streams.q,
             streams.k,
             streams.v,
-            streams.beta,
+            _beta(streams),
             log_decay=streams.log_decay,
             state=state,
             chunk=chunk,
@@ -102,3 +101,9 @@ class DeltaRule(Mechanism):
 
     def state_rank(self, t: int) -> int:
         return min(self.dim, t + 1)
+
+
+def _beta(streams: Streams) -> Float[Tensor, "b h_kv t"]:
+    if streams.beta is None:
+        raise AttngapError("delta rule: these streams have no beta; make them with this mechanism's `read`")
+    return streams.beta

@@ -31,5 +31,9 @@ class FeatureAttention(LinearState):
         self.feature_map = self.map(heads, dim, self.kv_heads, **map_options)
         self.width = self.feature_map.width
 
+    @property
+    def rank(self) -> int:
+        return self.feature_map.rank
+
     def encode(self, x, q, k, v, position, mask) -> Streams:
         return Streams(self.feature_map.query(q, position), self.feature_map.key(k, position), v, mask=mask)

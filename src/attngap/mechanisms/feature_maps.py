@@ -37,6 +37,11 @@ class FeatureMap(nn.Module):
         self.heads, self.dim, self.kv_heads = heads, dim, kv_heads
         self.width = dim
 
+    @property
+    def rank(self) -> int:
+        """The dimension of the space its key features span: the width, unless they obey a linear relation."""
+        return self.width
+
     def query(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
         return self.query_features(x.to(accumulate_dtype(x.dtype)), position).to(x.dtype)
 
@@ -222,7 +227,8 @@ class Cosformer(FeatureMap):
 class Hedgehog(FeatureMap):
     """phi(x) = [softmax(x W), softmax(-x W)], W learned for each head, one for queries and one for keys (2402.04347).
 
-    W starts as the identity, or orthogonal when `features`, the width of one half, differs from dim.
+    W starts as the identity, or orthogonal when `features`, the width of one half, differs from dim. Both halves sum to
+    one, so the rank is one below the width.
     """
 
     name, positive, learned = "hedgehog", True, True
@@ -233,6 +239,10 @@ class Hedgehog(FeatureMap):
         self.width = 2 * half
         self.query_weight = nn.Parameter(_mixing(heads, dim, half))
         self.key_weight = nn.Parameter(_mixing(kv_heads, dim, half))
+
+    @property
+    def rank(self) -> int:
+        return self.width - 1
 
     def query_features(self, x, position):
         return _both_signs(x @ self.query_weight.to(x.dtype))
@@ -261,12 +271,13 @@ class Prototype(FeatureMap):
         self.key_weight = nn.Parameter(spread.repeat(kv_heads, 1, 1))
         self.key_bias = nn.Parameter(torch.zeros(kv_heads, 1, self.width))
 
-    def query(self, x, position):
-        return (x @ self.query_weight + self.query_bias).softmax(-1) * self.query_scale.clamp(-15, 15).exp()
+    def query_features(self, x, position):
+        weight, bias, scale = (p.to(x.dtype) for p in (self.query_weight, self.query_bias, self.query_scale))
+        return (x @ weight + bias).softmax(-1) * scale.clamp(-15, 15).exp()
 
-    def key(self, x, position):
+    def key_features(self, x, position):
         # Sums over millions of keys, times a query scale of e^15, stay far inside float32.
-        return (x @ self.key_weight + self.key_bias).clamp(max=20).exp()
+        return (x @ self.key_weight.to(x.dtype) + self.key_bias.to(x.dtype)).clamp(max=20).exp()
 
 
 class Nothing(FeatureMap):
@@ -277,6 +288,10 @@ class Nothing(FeatureMap):
     def __init__(self, heads: int, dim: int, kv_heads: int):
         super().__init__(heads, dim, kv_heads)
         self.width = 1
+
+    @property
+    def rank(self) -> int:
+        return 0
 
     def features(self, x, position):
         return torch.zeros_like(x[..., :1])

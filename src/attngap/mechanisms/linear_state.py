@@ -5,8 +5,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attngap.mechanisms.base import Mechanism, State, Streams, read_out
-from attngap.mechanisms.pending import linear_attention
 from attngap.ops.check import accumulate_dtype
+from attngap.ops.linear import linear_attention
 from attngap.ops.naive import expand_heads, pair_mask, safe_normalizer
 
 EPS = 1e-6  # the rule for vanishing normalizers, stated in `attngap.ops.naive.linear_attention`
@@ -22,6 +22,11 @@ class LinearState(Mechanism):
 
     width: int
 
+    @property
+    def rank(self) -> int:
+        """What `state_rank` reaches: the width, unless the features obey a linear relation."""
+        return self.width
+
     def init_state(self, streams: Streams) -> State:
         self.require_causal("init_state")
         b, h, _, r = streams.k.shape
@@ -33,19 +38,19 @@ class LinearState(Mechanism):
 
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         self.require_causal("step")
-        dtype = state["S"].dtype
-        q, v = streams.q.to(dtype), streams.v.to(dtype)
+        now = streams.wide()
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
-        k = streams.k.to(dtype) * real
-        keep = decay_factor(streams, real, dtype)  # (b, h_kv, 1 or r, 1)
-        new = {"S": keep * state["S"] + k.mT * v}
-        out = read_out(q, new["S"])
+        k = now.k * real
+        keep = decay_factor(now, real)  # (b, h_kv, 1 or r, 1)
+        new = {"S": keep * state["S"] + k.mT * now.v}
+        out = read_out(now.q, new["S"])
         if self.normalized:
             new["z"] = keep[..., 0] * state["z"] + k[:, :, 0]
-            out = out / safe_normalizer(read_out(q, new["z"][..., None]), EPS)
+            out = out / safe_normalizer(read_out(now.q, new["z"][..., None]), EPS)
         return new, (out * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
+        streams = streams.wide()
         q, k = streams.q, expand_heads(streams.k, self.heads)
         decay = None if streams.log_decay is None else expand_heads(streams.log_decay, self.heads)
         raw = decayed_scores(q, k, decay, streams.mask)
@@ -75,15 +80,14 @@ class LinearState(Mechanism):
         return self.width * (self.value_dim + self.normalized)
 
     def state_rank(self, t: int) -> int:
-        return min(self.width, t + 1)
+        return min(self.rank, t + 1)
 
 
-def decay_factor(streams: Streams, real: Bool[Tensor, "b 1 1 1"], dtype: torch.dtype) -> Tensor:
+def decay_factor(streams: Streams, real: Bool[Tensor, "b 1 1 1"]) -> Tensor:
     """exp(log_decay) of one token as a factor of S, (b, h_kv, 1 or r, 1); 1 at padding: the state stays as it is."""
     if streams.log_decay is None:
-        return torch.ones(1, 1, 1, 1, dtype=dtype, device=streams.q.device)
-    log_decay = streams.log_decay.to(dtype)
-    log_decay = log_decay[..., None] if log_decay.ndim == 3 else log_decay
+        return streams.q.new_ones(1, 1, 1, 1)
+    log_decay = streams.log_decay[..., None] if streams.log_decay.ndim == 3 else streams.log_decay
     return torch.where(real, log_decay, 0.0).exp().mT
 
 

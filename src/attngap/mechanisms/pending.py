@@ -14,6 +14,4 @@ def _op(module: str, name: str) -> Any:
         return lambda *args, chunk=None, **options: slow(*args, **options)
 
 
-linear_attention = _op("linear", "linear_attention")
-softmax_attention = _op("softmax", "softmax_attention")
 delta_attention = _op("delta", "delta_attention")

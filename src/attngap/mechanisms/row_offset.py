@@ -6,8 +6,7 @@ from torch import Tensor
 
 from attngap.mechanisms.base import State, Streams, read_out
 from attngap.mechanisms.feature_attention import FeatureAttention
-from attngap.mechanisms.pending import linear_attention
-from attngap.ops.check import accumulate_dtype
+from attngap.ops.linear import linear_attention
 from attngap.ops.naive import expand_heads, pair_mask
 
 
@@ -26,6 +25,10 @@ class RowOffset(FeatureAttention):
         super().__init__(heads, dim, value_dim, kv_heads=kv_heads, causal=causal)
         self.width = self.feature_map.width + 1
 
+    @property
+    def rank(self) -> int:
+        return self.feature_map.rank + 1
+
     def coefficients(self, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """(gain, offset) of rows whose scores sum to `mean`, over `count` keys."""
         raise NotImplementedError
@@ -37,14 +40,15 @@ class RowOffset(FeatureAttention):
 
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         self.require_causal("step")
-        dtype = state["S"].dtype
+        now = streams.wide()
         real = streams.real[:, None, :, None]
-        k = streams.k.to(dtype) * real
-        new = {"S": state["S"] + k.mT * streams.v.to(dtype), "z": state["z"] + k[:, :, 0]}
-        q = self._rows(streams.q.to(dtype), new["z"][:, :, None])
+        k = now.k * real
+        new = {"S": state["S"] + k.mT * now.v, "z": state["z"] + k[:, :, 0]}
+        q = self._rows(now.q, new["z"][:, :, None])
         return new, (read_out(q, new["S"]) * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
+        streams = streams.wide()
         allowed = pair_mask(streams.length, streams.mask, causal=self.causal, window=None, sinks=0)[:, None]
         allowed = allowed.to(streams.q.device)
         count = allowed.sum(-1, keepdim=True).clamp(min=1).to(streams.q.dtype)
@@ -58,14 +62,13 @@ class RowOffset(FeatureAttention):
     ) -> tuple[State, Float[Tensor, "b h t dv"]]:
         if state is not None:
             self.require_causal("a carried state")
-        real = streams.real[:, None, :, None]
-        dtype = accumulate_dtype(streams.q.dtype)
-        sums = (streams.k.to(dtype) * real).cumsum(2)  # (b, h_kv, t, r + 1)
+        now = streams.wide()
+        sums = (now.k * streams.real[:, None, :, None]).cumsum(2)  # (b, h_kv, t, r + 1)
         if state is not None:
             sums = sums + state["z"][:, :, None]
         if not self.causal:
             sums = sums[:, :, -1:].expand_as(sums)
-        q = self._rows(streams.q.to(dtype), sums)
+        q = self._rows(now.q, sums)
         out, after = linear_attention(
             q.to(streams.q.dtype),
             streams.k,

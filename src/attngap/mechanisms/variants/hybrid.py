@@ -53,9 +53,10 @@ class Hybrid(Mechanism):
         self.feature_map = make_map(feature_map, heads, dim, self.kv_heads, **(map_options or {}))
         self.window, self.sinks, self.relative, self.gain = window, sinks, relative, gain
         self.scale = dim**-0.5 if scale is None else scale
-        self.log_gain = nn.Parameter(torch.zeros(heads)) if gain != "none" else None
-        self.gain_weight = nn.Parameter(torch.zeros(heads, dim)) if gain == "query" else None
-        self.learned = self.feature_map.learned or gain != "none"
+        far = self.feature_map.rank > 0  # without far features there is nothing to scale
+        self.log_gain = nn.Parameter(torch.zeros(heads)) if far and gain != "none" else None
+        self.gain_weight = nn.Parameter(torch.zeros(heads, dim)) if far and gain == "query" else None
+        self.learned = self.feature_map.learned or self.log_gain is not None
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         fq, fk = self.feature_map.query(q, position), self.feature_map.key(k, position)
@@ -67,14 +68,14 @@ class Hybrid(Mechanism):
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
         new = self._write(state, streams)
-        dtype = new["S"].dtype
-        q, fq = streams.q.to(dtype), _far(streams)[0].to(dtype)
-        k, v = (expand_heads(new[name], self.heads).to(dtype) for name in ("k", "v"))
+        now = streams.wide()
+        q, fq = now.q, _far(now)[0]
+        k, v = (expand_heads(new[name], self.heads).to(q.dtype) for name in ("k", "v"))
         filled = torch.arange(k.shape[2], device=k.device) < new["count"][:, None]  # (b, slots)
         filled = filled[:, None, None] | ~real  # a row of padding is zeroed below; it must not be empty
         logits = (q @ k.mT * self.scale).masked_fill(~filled, -torch.inf)  # (b, h, 1, slots)
         top = logits.amax(-1, keepdim=True)
-        gain = torch.zeros_like(top) if streams.log_gain is None else streams.log_gain.to(dtype)[..., None]
+        gain = torch.zeros_like(top) if now.log_gain is None else now.log_gain[..., None]
         gain = gain + top if self.relative else gain
         mass = read_out(fq, new["z"][..., None])
         # Measured against the larger of the largest near weight and the far mass, so that neither overflows.
@@ -85,6 +86,7 @@ class Hybrid(Mechanism):
         return new, (out * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
+        streams = streams.wide()
         fq, fk = _far(streams)
         return hybrid_weights(streams.q, streams.k, fq, fk, **self._options(streams))
 
@@ -102,7 +104,7 @@ class Hybrid(Mechanism):
 
     def state_rank(self, t: int) -> int:
         """Sinks and the window before t are columns of their own; every other column is far for all rows from t on."""
-        return min(self.sinks + self.window + self.feature_map.width, t + 1)
+        return min(self.sinks + self.window + self.feature_map.rank, t + 1)
 
     def _options(self, streams: Streams) -> dict[str, Any]:
         return {

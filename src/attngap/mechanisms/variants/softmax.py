@@ -6,9 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attngap.mechanisms.base import Mechanism, State, Streams
-from attngap.mechanisms.pending import softmax_attention
-from attngap.ops.check import accumulate_dtype
 from attngap.ops.naive import expand_heads, softmax_weights
+from attngap.ops.softmax import softmax_attention
 
 
 class Softmax(Mechanism):
@@ -42,12 +41,14 @@ class Softmax(Mechanism):
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         self.require_causal("step")
         new = _append(state, streams)
-        q, k, v = _wide(streams.q, expand_heads(new["k"], self.heads), expand_heads(new["v"], self.heads))
+        q = streams.wide().q
+        k, v = (expand_heads(new[name], self.heads).to(q.dtype) for name in ("k", "v"))
         logits = (q @ k.mT * self.scale).masked_fill(~new["real"][:, None, None], -torch.inf)
         rows = torch.where(streams.real[:, None, :, None], logits, 0.0).softmax(-1)
         return new, (rows @ v * streams.real[:, None, :, None]).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
+        streams = streams.wide()
         return softmax_weights(streams.q, streams.k, scale=self.scale, causal=self.causal, mask=streams.mask)
 
     def chunked(
@@ -65,9 +66,9 @@ class Softmax(Mechanism):
         seen = torch.ones(t, before + t, dtype=torch.bool, device=streams.q.device).tril(before)
         # Rows of padding read everything, so that none is empty, and are zeroed afterwards.
         allowed = seen & new["real"][:, None, None] | ~streams.real[:, None, :, None]
-        out = F.scaled_dot_product_attention(
-            *_wide(streams.q, new["k"], new["v"]), attn_mask=allowed, scale=self.scale, enable_gqa=True
-        )
+        q = streams.wide().q
+        k, v = new["k"].to(q.dtype), new["v"].to(q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale, enable_gqa=True)
         return new, (out * streams.real[:, None, :, None]).to(streams.v.dtype)
 
     def state_floats(self, t: int) -> int:
@@ -75,11 +76,6 @@ class Softmax(Mechanism):
 
     def state_rank(self, t: int) -> int:
         return t + 1
-
-
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """In float32 where they are in half precision."""
-    return [x.to(accumulate_dtype(x.dtype)) for x in tensors]
 
 
 def _append(state: State, streams: Streams) -> State:
