@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
+from attngap.cli.diagnose import diagnose
 from attngap.cli.mechanisms import mechanisms
+from attngap.cli.plan import plan
 from attngap.cli.probe import probe
 from attngap.cli.report import report
 from attngap.cli.serve import serve
@@ -35,6 +37,8 @@ def root(
 
 
 app.command()(mechanisms)
+app.command()(diagnose)
+app.command()(plan)
 app.add_typer(probe, name="probe")
 app.command()(report)
 app.command()(serve)

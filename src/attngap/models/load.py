@@ -1,9 +1,11 @@
 """Load a model and its tokenizer: Hugging Face folders and ids, GGUF files, converted folders, and two aliases."""
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import sys
@@ -101,7 +103,7 @@ def _check_folder(path: Path, allow_pickle: bool) -> None:
 
 
 def _load_pretrained(source: str, name: str, options: dict[str, Any], dtype: torch.dtype, allow_pickle: bool):
-    with _quiet_bars():
+    with _quiet():
         try:
             config = AutoConfig.from_pretrained(source, **options)
             model = _model_class(config).from_pretrained(
@@ -139,7 +141,9 @@ def _why_not(name: str, error: Exception) -> str:
             f"{name!r} has no safetensors weights, and loading a pickle can run code. "
             "If you trust it, pass --allow-pickle (allow_pickle=True)"
         )
-    return f"Cannot load the model {name!r}: {_first_line(error)} A model is {FORMS}"
+    close = difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.6)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Cannot load the model {name!r}: {_first_line(error)}{meant} A model is {FORMS}"
 
 
 def _first_line(error: Exception) -> str:
@@ -178,7 +182,7 @@ def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype):
 def _dequantize(path: Path, kept: Path, options: dict[str, Any], dtype: torch.dtype):
     """Dequantize and keep the result: 25 s for 135M parameters, against 0.3 s from safetensors."""
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **options}
-    with _quiet_bars():
+    with _quiet():
         try:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -230,12 +234,16 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def _quiet_bars() -> Iterator[None]:
-    """transformers draws its own bars; ours say what matters."""
+def _quiet() -> Iterator[None]:
+    """transformers draws its own bars, and the hub's client logs every retry; our one line says what matters."""
     drawing = transformers.utils.logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
     transformers.utils.logging.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        hub.setLevel(level)
         if drawing:
             transformers.utils.logging.enable_progress_bar()

@@ -1,0 +1,150 @@
+"""`attngap diagnose`: which heads of a model need softmax, and why."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attngap.errors import AttngapError
+
+if TYPE_CHECKING:
+    from attngap.diagnosis.result import Diagnosis, Head
+
+SHOWN = 20  # heads in the table; all of them are in the folder
+
+
+def diagnose(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, smollm2 or minilm.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the result.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
+    passages: Annotated[int, typer.Option(help="Passages of text; a stress passage is added.")] = 4,
+    ranks: Annotated[str, typer.Option(help="State ranks of floors and ceilings.")] = "8,16,64,128",
+    window: Annotated[int, typer.Option(help="Last keys that a replacement keeps exact.")] = 64,
+    sinks: Annotated[int, typer.Option(help="First keys that a replacement keeps exact.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="Statistics only: no floors, fits or damage.")] = False,
+    verify: Annotated[int, typer.Option(help="Replace this many heads for real and compare.")] = 0,
+    draws: Annotated[int, typer.Option(help="Backward passes a passage for the damage estimate.")] = 4,
+    seed: Annotated[int, typer.Option(help="Chooses passages and labels.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result in the folder.")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load weights that can run code.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON on stdout.")] = False,
+) -> None:
+    """Say of every attention head whether it needs softmax, why, and what replacing it would cost.
+
+    Started again with the same arguments, a killed run goes on where it stopped.
+
+    Examples: attngap diagnose smollm2 -o diagnosis, attngap diagnose gpt2 --text notes.txt --quick -o quick
+    """
+    chosen = parse_ranks(ranks)
+    from attngap.diagnosis.diagnose import diagnose as run
+    from attngap.models.load import load
+    from attngap.models.texts import read
+
+    documents = read(text) if text else None
+    loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    result = run(
+        loaded,
+        tokenizer,
+        documents,
+        context=context,
+        passages=passages,
+        ranks=chosen,
+        window=window,
+        sinks=sinks,
+        quick=quick,
+        verify=verify,
+        draws=draws,
+        seed=seed,
+        directory=output,
+        overwrite=overwrite,
+        name=model,
+        quiet=False,
+    )
+    if as_json:
+        print(result.model_dump_json(by_alias=True))
+    else:
+        show(result, output)
+
+
+def parse_ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise AttngapError(f"--ranks takes whole numbers with commas between, such as 8,16,64; got {text!r}") from None
+
+
+def show(result: "Diagnosis", output: Path) -> None:
+    """The heads that matter most, then what the whole comes to."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(result))
+    for line in summary(result):
+        console.print(line, highlight=False)
+    pictured = "" if result.rank is None else f", then: attngap plan {output} --keep 0.1 -o plan.json"
+    console.print(f"All {len(result.heads)} heads are in {output}{pictured}", highlight=False, soft_wrap=True)
+
+
+def _table(result: "Diagnosis") -> Any:
+    from rich.table import Table
+
+    quick = result.rank is None
+    table = Table(title=f"{result.model.name}: {len(result.heads)} heads", expand=True, pad_edge=False)
+    for name in ("head", "far", "κ"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if not quick:
+        for name in (f"floor r={result.rank}", "damage", "recall"):
+            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("why", ratio=1)
+    for head in ranked(result)[:SHOWN]:
+        cells = [head.id, f"{head.far:.0%}", "-" if head.kappa is None else f"{head.kappa:.2f}"]
+        if not quick:
+            cells += [_percent(head.floor), _number(head.damage), _number(head.recall_damage)]
+        table.add_row(*cells, head.verdict, _short(head))
+    return table
+
+
+def ranked(result: "Diagnosis") -> "list[Head]":
+    """The most important first; without damage, the most retrieving."""
+    return sorted(result.heads, key=lambda head: (-(head.importance or 0.0), -(head.induction or 0.0), -head.far))
+
+
+def summary(result: "Diagnosis") -> list[str]:
+    """A few sentences: how concentrated the damage is, how much is unavoidable, whether the estimate holds."""
+    counts = {name: sum(head.verdict == name for head in result.heads) for name in ("keep", "replace", "window")}
+    lines = [
+        f"{counts['keep']} heads to keep, {counts['replace']} to replace, {counts['window']} that need a window only."
+    ]
+    damages = sorted((head.damage for head in result.heads if head.damage is not None), reverse=True)
+    total = sum(damages)
+    if total > 0:
+        tenth = max(1, round(len(damages) / 10))
+        avoidable = sum(head.lost or 0.0 for head in result.heads) / total
+        lines.append(
+            f"The worst {tenth} heads carry {sum(damages[:tenth]) / total:.0%} of the damage on text; of all of it, "
+            f"{avoidable:.0%} is lost by the feature map and {1 - avoidable:.0%} is unavoidable at rank {result.rank}."
+        )
+    if (check := result.verification) is not None and check.spearman is not None:
+        lines.append(
+            f"Verified on {check.passages} held-out passages: rank correlation of estimated and real damage over "
+            f"{len(check.heads)} heads is {check.spearman:.2f}."
+        )
+    return lines
+
+
+def _short(head: "Head") -> str:
+    """The table has columns for the costs already."""
+    return head.reason.split(";")[0]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
