@@ -1,0 +1,142 @@
+"""Watching a model leaves its outputs and itself as they were, on every family."""
+
+import pytest
+import tiny_models
+import torch
+import transformers as tf
+
+from attngap.errors import AttngapError
+from attngap.models.capture import capture
+
+FAMILIES = sorted(tiny_models.FAMILIES)
+
+
+def outputs(model, ids, mask=None):
+    with torch.no_grad():
+        found = model(**tiny_models.inputs(model, ids, mask))
+    logits = getattr(found, "logits", None)
+    return found.last_hidden_state if logits is None else logits
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = tiny_models.tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
+    mask[1, slice(0, 7) if side == "left" else slice(17, None)] = 0
+    return ids, mask
+
+
+def watch(model, ids, mask=None):
+    seen = []
+    with capture(model, seen.append):
+        after = outputs(model, ids, mask)
+    return seen, after
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_outputs_are_the_same_to_the_bit(family, side):
+    model = tiny_models.make(family)
+    ids, mask = padded(side) if side != "none" else (tiny_models.tokens(2, 24), None)
+    model.set_attn_implementation("sdpa")
+    before = outputs(model, ids, mask)
+    seen, during = watch(model, ids, mask)
+    assert torch.equal(before, during)
+    assert torch.equal(before, outputs(model, ids, mask))
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_are_numbered_and_cross_attention_is_apart(family):
+    model = tiny_models.make(family)
+    seen, _ = watch(model, tiny_models.tokens(1, 12))
+    own = [call.layer for call in seen if not call.cross]
+    cross = [call.layer for call in seen if call.cross]
+    layers = {"albert": 3, "t5": 4}.get(family, 2)
+    assert own == list(range(layers))  # ALBERT calls one module three times
+    assert cross == ([0, 1] if family == "t5" else [])
+    again, _ = watch(model, tiny_models.tokens(1, 12))
+    assert [call.layer for call in again] == [call.layer for call in seen]
+
+
+def test_a_call_carries_what_attention_read():
+    model = tiny_models.make("mistral")
+    seen, _ = watch(model, tiny_models.tokens(2, 24))
+    call = seen[0]
+    assert call.q.shape == (2, 4, 24, 8)
+    assert call.k.shape == (2, 2, 24, 8)
+    assert call.window == 10
+    assert call.causal
+    assert call.mask is not None
+    logits = call.q @ call.k.repeat_interleave(2, 1).mT * call.scale
+    weights = logits.masked_fill(~call.mask, -torch.inf).softmax(-1)
+    assert torch.allclose(weights @ call.v.repeat_interleave(2, 1), call.output, atol=1e-5)
+
+
+def state_of(model):
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+    return model.config._attn_implementation, hooks, {name: p.clone() for name, p in model.state_dict().items()}
+
+
+def same(a, b) -> bool:
+    return a[:2] == b[:2] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_model_is_left_as_it_was_found_also_after_an_exception(family, implementation):
+    model = tiny_models.make(family)
+    model.set_attn_implementation(implementation)
+    before = state_of(model)
+
+    def fail(call):
+        if call.layer == 1:
+            raise KeyError("observer")
+
+    with pytest.raises(KeyError, match="observer"), capture(model, fail):
+        outputs(model, tiny_models.tokens(1, 8))
+    assert same(before, state_of(model))
+    seen, _ = watch(model, tiny_models.tokens(1, 8))
+    assert seen[0].layer == 0
+    assert same(before, state_of(model))
+
+
+def test_a_returned_tensor_replaces_the_output():
+    model = tiny_models.make("llama")
+    ids = tiny_models.tokens(1, 8)
+    before = outputs(model, ids)
+    with capture(model, lambda call: call.output.clone()):
+        assert torch.equal(outputs(model, ids), before)
+    with capture(model, lambda call: torch.zeros_like(call.output) if call.layer == 1 else None):
+        changed = outputs(model, ids)
+    assert not torch.allclose(changed, before)
+
+
+def test_two_models_are_watched_at_once():
+    first, second = tiny_models.make("llama"), tiny_models.make("gpt2")
+    here, there = [], []
+    with capture(first, here.append), capture(second, there.append):
+        outputs(first, tiny_models.tokens(1, 8))
+        outputs(second, tiny_models.tokens(1, 9))
+    assert {call.q.shape[2] for call in here} == {8}
+    assert {call.q.shape[2] for call in there} == {9}
+
+
+def test_a_second_capture_of_one_model_is_refused():
+    model = tiny_models.make("llama")
+    with capture(model, lambda call: None), pytest.raises(AttngapError, match="being captured already"):
+        capture(model, lambda call: None).__enter__()
+
+
+def test_softcap_and_learned_sinks_are_refused_by_name():
+    gemma = tf.Gemma2ForCausalLM(tf.Gemma2Config(**tiny_models.DECODER, head_dim=8))
+    with pytest.raises(AttngapError, match="Gemma2ForCausalLM has no SDPA attention.*Handled: plain, grouped-query"):
+        capture(gemma, lambda call: None).__enter__()
+    model = tiny_models.make("llama")
+    for name in ("softcap", "s_aux"):
+        with pytest.raises(AttngapError, match=f"LlamaAttention uses '{name}'"), capture(model, lambda call: None):
+            model(tiny_models.tokens(1, 8), **{name: 30.0})
+
+
+def test_a_model_without_the_interface_is_refused():
+    model = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(AttngapError, match="does not use transformers' attention interface"):
+        capture(model, lambda call: None).__enter__()
