@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import State
@@ -22,12 +22,15 @@ class MixedLayer(CacheLayerMixin):
     is_croppable = False  # a state cannot forget the last token
     is_sliding = False
     supports_early_init = False
+    keys: Any  # (b, g, seen, d), None before the first update like the two below
+    values: Any
+    count: Any  # (b,) real tokens seen, padding left out
 
     def __init__(self, groups: Int[Tensor, " g"]):
         super().__init__()
         self.groups = groups
         self.state: State | None = None
-        self.count: Int[Tensor, " b"] | None = None  # real tokens seen, padding left out
+        self.count = None
         self.seen = 0  # tokens seen, padding included
         self.unread = False
 
@@ -98,12 +101,8 @@ class MixedLayer(CacheLayerMixin):
         if self.is_initialized:
             self._move(self.device)
 
-    def floats(self) -> int:
-        """Numbers held, of every kind."""
-        held = [self.keys, self.values, self.count, *(self.state or {}).values()]
-        return sum(x.numel() for x in held if x is not None)
-
     def bytes(self) -> int:
+        """Bytes of keys, values, counts and state."""
         held = [self.keys, self.values, self.count, *(self.state or {}).values()]
         return sum(x.numel() * x.element_size() for x in held if x is not None)
 
@@ -127,11 +126,11 @@ def cache_of(key: Tensor) -> MixedLayer | None:
 
 
 def install(cache: Cache, groups: dict[int, Int[Tensor, " g"]]) -> None:
-    """Give a cache that is still empty a mixed layer wherever heads were replaced, by the layer's index in the cache."""
+    """Give a cache that is still empty a mixed layer wherever heads were replaced; `groups` by the layer's index."""
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if all(index < len(cache.layers) and isinstance(cache.layers[index], MixedLayer) for index in groups):
         return
-    if type(cache).__name__ != "DynamicCache" or any(layer.get_seq_length() for layer in cache.layers):
+    if type(cache) is not DynamicCache or cache.get_seq_length():
         raise AttngapError(
             f"A converted model needs a new DynamicCache, got a {type(cache).__name__} with "
             f"{cache.get_seq_length()} tokens of another model or kind. Leave cache_implementation unset, or pass "
@@ -149,6 +148,6 @@ def cache_bytes(cache: Cache) -> int:
     for layer in cache.layers:
         if isinstance(layer, MixedLayer):
             total += layer.bytes()
-        elif layer.is_initialized:
-            total += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+        elif isinstance(layer, CacheLayerMixin):
+            total += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
     return total

@@ -7,7 +7,7 @@ may carry a child `attngap` that says which heads are kept and holds the mechani
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
-from attngap.models.cache import MixedLayer, cache_of, install
+from attngap.models.cache import cache_of, install
 from attngap.models.capture import Call, attention_configs, capture
 
 NAME = "attngap"
@@ -46,6 +46,10 @@ class LayerShape:
 class MixedHeads(nn.Module):
     """One attention module's heads: `keep` stay softmax, `mechanism` computes the others (and is asked for all)."""
 
+    keep: Tensor  # heads
+    groups: Tensor  # key heads that some kept head reads
+    reads: Tensor  # where each kept head's keys are among those groups
+
     def __init__(self, mechanism: Mechanism, keep: Iterable[int]):
         super().__init__()
         heads = sorted(set(keep))
@@ -54,7 +58,6 @@ class MixedHeads(nn.Module):
         self.mechanism = mechanism
         self.register_buffer("keep", torch.tensor(heads, dtype=torch.long), persistent=False)
         self.register_buffer("groups", torch.tensor(groups, dtype=torch.long), persistent=False)
-        # where each kept head's keys are among the kept groups
         reads = torch.tensor([groups.index(head // group) for head in heads], dtype=torch.long)
         self.register_buffer("reads", reads, persistent=False)
 
@@ -101,8 +104,8 @@ def real_tokens(mask: Tensor | None, length: int, *, causal: bool) -> Bool[Tenso
     expected = expected.tril() if causal else expected
     if not torch.equal(new & real[:, :, None], expected & real[:, :, None]):
         raise AttngapError(
-            "Replaced heads handle causal and padding masks only, and this mask is another (packed sequences, or one of "
-            "your own). Pass a 2D attention_mask, one sequence a row"
+            "Replaced heads handle causal and padding masks only, and this mask is another (packed sequences, or "
+            "one of your own). Pass a 2D attention_mask, one sequence a row"
         )
     return None if bool(real.all()) else real
 
@@ -238,10 +241,13 @@ def _give_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         cache = DynamicCache(config=config)
         given["past_key_values"] = cache
     if cache is not None:
-        groups = {
-            part.layer_idx: part._modules[CHILD].groups
-            for part in module.modules()
-            if isinstance(part._modules.get(CHILD), MixedHeads)
-        }
-        install(cache, groups)
+        install(cache, dict(_cache_groups(module)))
     return (), given
+
+
+def _cache_groups(model: nn.Module) -> Iterator[tuple[int, Tensor]]:
+    for part in model.modules():
+        mixed = part._modules.get(CHILD)
+        if isinstance(mixed, MixedHeads) and mixed.mechanism.causal:
+            index: Any = part.layer_idx
+            yield index, mixed.groups

@@ -1,0 +1,134 @@
+import pytest
+import torch
+from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
+from transformers import DynamicCache, StaticCache
+
+from attngap.errors import AttngapError
+from attngap.models.cache import MixedLayer, cache_bytes
+from attngap.models.swap import swap
+
+PROMPT = torch.randint(1, VOCABULARY, (1, 23), generator=torch.Generator().manual_seed(2))
+KEEP = {"head": {0: [1], 1: [0, 1]}, "none": {0: [], 1: []}}
+
+
+def converted(name="llama", keep="head", mechanism="hybrid"):
+    model = tiny(name)
+    return swap(model, {layer: (m, KEEP[keep][layer]) for layer, m in mechanisms(model, mechanism).items()})
+
+
+def generate(model, tokens=PROMPT, **options):
+    options = {"max_new_tokens": 20, "do_sample": False} | options
+    return model.generate(tokens, attention_mask=options.pop("attention_mask", torch.ones_like(tokens)), **options)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("mechanism", ["hybrid", "hedgehog"])
+def test_cached_uncached_and_chunked_give_the_same_tokens(name, keep, mechanism):
+    model = converted(name, keep, mechanism)
+    expected = generate(model, use_cache=False)
+    assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(model, prefill_chunk_size=7), expected)
+
+
+def test_cached_logits_equal_uncached_ones_token_by_token():
+    model = converted()
+    cache = DynamicCache()
+    with torch.no_grad():
+        whole = model(PROMPT, use_cache=False).logits
+        pieces = [model(piece, past_key_values=cache).logits for piece in PROMPT.split([9, 1, 1, 5, 7], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=2e-4, rtol=1e-4)
+
+
+def test_sampling_repeats_with_and_without_a_cache():
+    model = converted()
+    runs = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        runs.append(generate(model, do_sample=True, use_cache=use_cache))
+    assert torch.equal(*runs)
+
+
+def test_beams_are_reordered():
+    model = converted()
+    found = generate(model, num_beams=3, num_return_sequences=2)
+    assert torch.equal(found, generate(model, num_beams=3, num_return_sequences=2, use_cache=False))
+    assert found.shape[0] == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_left_padded_batches_give_what_each_prompt_gives_alone(name):
+    model = converted(name)
+    other = PROMPT.flip(1)[:, :11]
+    filler = torch.zeros(1, 12, dtype=torch.long)
+    batch = torch.cat((PROMPT, torch.cat((filler, other), 1)))
+    mask = torch.cat((torch.ones_like(PROMPT), torch.cat((filler, torch.ones_like(other)), 1)))
+    found = generate(model, batch, attention_mask=mask)
+    assert torch.equal(found[0], generate(model)[0])
+    assert torch.equal(found[1, 12:], generate(model, other)[0])
+
+
+def test_a_second_turn_continues_from_the_first():
+    model = converted()
+    cache = DynamicCache()
+    first = generate(model, past_key_values=cache)
+    longer = torch.cat((first, PROMPT), 1)
+    assert torch.equal(generate(model, longer, past_key_values=cache), generate(model, longer))
+
+
+def test_replaced_heads_use_constant_memory_and_kept_groups_grow():
+    sizes = {}
+    for keep in KEEP:
+        model = converted(keep=keep)
+        cache = DynamicCache()
+        sizes[keep] = []
+        for new in (20, 40, 40):
+            with torch.no_grad():
+                model(torch.randint(1, VOCABULARY, (1, new)), past_key_values=cache)
+            sizes[keep].append(cache_bytes(cache))
+    assert len(set(sizes["none"])) == 1
+    # Layer 0 keeps one head of group 0, layer 1 both of group 0: one group each, keys and values, 8 floats of 4 bytes.
+    assert sizes["head"][2] - sizes["head"][1] == 2 * 40 * 2 * 8 * 4
+
+
+def test_the_cache_of_a_group_is_dropped_when_all_its_heads_are_replaced():
+    model = converted()
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+    assert [type(layer) for layer in cache.layers] == [MixedLayer, MixedLayer]
+    assert cache.layers[0].keys.shape == (1, 1, 23, 8)
+    assert cache.get_seq_length() == 23
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_batches_can_be_repeated_and_chosen_from():
+    model = converted()
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        pair = model(PROMPT[:, :1].repeat(2, 1), past_key_values=cache).logits
+        alone = model(torch.cat((PROMPT, PROMPT[:, :1]), 1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(pair, alone.repeat(2, 1, 1), atol=2e-4, rtol=1e-4)
+
+
+def test_caches_of_another_kind_are_refused():
+    model, original = converted(), tiny()
+    with pytest.raises(AttngapError, match="needs a new DynamicCache, got a StaticCache"):
+        model(PROMPT, past_key_values=StaticCache(config=model.config, max_cache_len=64))
+    filled = DynamicCache()
+    with torch.no_grad():
+        original(PROMPT, past_key_values=filled)
+    with pytest.raises(AttngapError, match="got a DynamicCache with 23 tokens of another model"):
+        model(PROMPT, past_key_values=filled)
+
+
+def test_a_model_that_drops_the_cache_on_the_way_is_told_so():
+    layer = MixedLayer(torch.tensor([0]))
+    k = torch.zeros(1, 2, 3, 4)
+    layer.update(k, k)
+    with pytest.raises(AttngapError, match="changes its keys between cache and attention"):
+        layer.update(k, k)
