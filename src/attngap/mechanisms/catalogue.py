@@ -55,7 +55,7 @@ GROUP = "attngap.mechanisms"
 
 def catalogue() -> tuple[str, ...]:
     """The names `mechanism` takes: the built-in ones, then those of installed packages."""
-    return tuple(cls.name for cls in MECHANISMS) + tuple(_plugins())
+    return tuple(cls.name for cls in MECHANISMS) + tuple(plugins())
 
 
 def mechanism(name: str, heads: int, dim: int, value_dim: int | None = None, **options: Any) -> Mechanism:
@@ -72,14 +72,14 @@ def mechanism_class(name: str) -> type[Mechanism]:
     for cls in MECHANISMS:
         if cls.name == name:
             return cls
-    plugins = _plugins()
-    if name in plugins:
-        return _load(plugins[name])
+    found = plugins()
+    if name in found:
+        return _load(found[name])
     raise unknown("mechanism", name, catalogue(), "List them: attngap mechanisms")
 
 
 @functools.cache
-def _plugins() -> dict[str, EntryPoint]:
+def plugins() -> dict[str, EntryPoint]:
     """Entry points of other packages by name. A built-in name cannot be taken over."""
     own = {cls.name for cls in MECHANISMS}
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in own}

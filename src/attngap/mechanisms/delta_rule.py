@@ -63,14 +63,14 @@ class DeltaRule(Mechanism):
         now = streams.wide()
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
         kept = decay_factor(now, real) * state["S"]
-        write = real * _beta(now)[..., None] * (now.v - now.k @ kept)  # (b, h_kv, 1, dv)
+        write = real * _beta(self.name, now)[..., None] * (now.v - now.k @ kept)  # (b, h_kv, 1, dv)
         S = kept + now.k.mT * write
         return {"S": S}, (read_out(now.q, S) * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         """W = tril(Q K) (I + diag(beta) tril(K K, -1))^-1 diag(beta), products decayed between their tokens."""
         streams = streams.wide()
-        k, beta = expand_heads(streams.k, self.heads), expand_heads(_beta(streams), self.heads)
+        k, beta = expand_heads(streams.k, self.heads), expand_heads(_beta(self.name, streams), self.heads)
         decay = None if streams.log_decay is None else expand_heads(streams.log_decay, self.heads)
         real = streams.real[:, None, :, None].to(k.dtype)
         beta = beta[..., None] * real  # (b, h, t, 1)
@@ -88,7 +88,7 @@ class DeltaRule(Mechanism):
             streams.q,
             streams.k,
             streams.v,
-            _beta(streams),
+            _beta(self.name, streams),
             log_decay=streams.log_decay,
             state=state,
             chunk=chunk,
@@ -103,7 +103,7 @@ class DeltaRule(Mechanism):
         return min(self.dim, t + 1)
 
 
-def _beta(streams: Streams) -> Float[Tensor, "b h_kv t"]:
+def _beta(name: str, streams: Streams) -> Float[Tensor, "b h_kv t"]:
     if streams.beta is None:
-        raise AttngapError("delta rule: these streams have no beta; make them with this mechanism's `read`")
+        raise AttngapError(f"{name}: these streams have no beta; make them with this mechanism's `read`")
     return streams.beta

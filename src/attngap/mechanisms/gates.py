@@ -69,11 +69,11 @@ class StepSizeGate(Gate):
         """dt, (b, h, t) or (b, h, t, dim)."""
         x = x.to(accumulate_dtype(x.dtype))
         inner = x if self.down is None else _project(self.down, x)
-        dt = F.softplus(_project(self.project, inner) + self.bias)
+        dt = F.softplus(_project(self.project, inner) + self.bias.to(x.dtype))
         return dt.unflatten(-1, (self.heads, self.dim)).transpose(1, 2) if self.dim else dt.transpose(1, 2)
 
     def gate(self, x):
-        rate = self.log_rate.exp()
+        rate = self.log_rate.to(x.dtype).exp()
         return -self.step_size(x) * (rate[:, None, None] if self.dim else rate[:, None])
 
 

@@ -49,7 +49,7 @@ class Hybrid(Mechanism):
         check_count("hybrid: window", window, 1)
         check_count("hybrid: sinks", sinks, 0)
         if gain not in GAINS:
-            raise unknown("gain of hybrid", gain, GAINS)
+            raise unknown("hybrid gain", gain, GAINS)
         self.feature_map = make_map(feature_map, heads, dim, self.kv_heads, **(map_options or {}))
         self.window, self.sinks, self.relative, self.gain = window, sinks, relative, gain
         self.scale = dim**-0.5 if scale is None else scale
