@@ -68,7 +68,7 @@ def head(layer: int, place: int, kv_heads: int, heads: int, dice: random.Random)
     }
 
 
-def diagnosis(folder: Path, layers: int = 4, heads: int = 6, name: str = "tiny", **changes: Any) -> dict[str, Any]:
+def diagnosis(folder: Path, layers: int = 4, heads: int = 6, name: str = "tiny", side: int = 64, **changes: Any):
     """Write diagnosis.json and patterns.npz into `folder`; the content."""
     dice = random.Random(0)
     rows = [head(layer, place, heads // 2, heads, dice) for layer in range(layers) for place in range(heads)]
@@ -86,7 +86,49 @@ def diagnosis(folder: Path, layers: int = 4, heads: int = 6, name: str = "tiny",
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "diagnosis.json").write_text(json.dumps(content))
-    noise = np.random.default_rng(0).random((2, layers * heads, 64, 64)) ** 6
+    noise = np.random.default_rng(0).random((2, layers * heads, side, side)) ** 6
     pictures = (255 * np.tril(noise)).astype(np.uint8)
     np.savez_compressed(folder / "patterns.npz", text=pictures[0], stress=pictures[1])
     return content
+
+
+def runs(path: Path) -> Path:
+    """Write a database with six finished runs of mqar; its path."""
+    from attngap.store import Runs
+
+    with Runs(path) as database:
+        specs = [
+            {
+                "task": "mqar",
+                "task_options": {"length": 64},
+                "mechanism": mechanism,
+                "model": {"head_dim": 16},
+                "train": {"steps": 10},
+                "learning_rate": 0.001,
+                "seed": seed,
+                "revision": 1,
+            }
+            for mechanism in ("softmax", "elu", "gated-delta")
+            for seed in (0, 1)
+        ]
+        database.begin("small", specs)
+        for place, spec in enumerate(specs):
+            score = {"softmax": 1.0, "elu": 0.3, "gated-delta": 0.8}[spec["mechanism"]] - 0.01 * spec["seed"]
+            result = {
+                "score": score,
+                "validation": score,
+                "solved": score > 0.95,
+                "seconds": 12.5,
+                "metric": "accuracy",
+                "higher": True,
+                "chance": 0.125,
+                "best": 1.0,
+                "closed": (score - 0.125) / 0.875,
+                "predicted": None if spec["mechanism"] == "softmax" else 0.6,
+                "parameters": 20000 + place,
+                "state_floats": {"softmax": 4096, "elu": 272, "gated-delta": 256}[spec["mechanism"]],
+                "state_rank": 16,
+                "tokens": 64,
+            }
+            database.add(spec, result, PROVENANCE)
+    return path

@@ -10,9 +10,7 @@ from attngap.errors import AttngapError
 
 
 def report(
-    places: Annotated[
-        list[Path], typer.Argument(help="Folders that attngap wrote, or result files.", show_default=False)
-    ],
+    places: Annotated[list[Path], typer.Argument(help="Folders that attngap wrote, or files in them.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Title of the page; the model's name if none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,

@@ -12,9 +12,7 @@ from attngap.errors import AttngapError
 
 
 def serve(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Where stored results lie; the present folder if none.")
-    ] = None,
+    folders: Annotated[list[Path] | None, typer.Argument(help="Where results lie; here if none is given.")] = None,
     model: Annotated[str | None, typer.Option(help="A model whose heads to show on your own sentence.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8777,

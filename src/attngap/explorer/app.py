@@ -1,7 +1,7 @@
 """The explorer's server: one page and a few JSON answers, for this machine only."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from attngap.errors import AttngapError
 from attngap.explorer import law, page, weights
@@ -46,11 +46,11 @@ def create(folders: list[Path], sentences: Sentences | None = None, hosts: tuple
         return law.Place(log10_n, d, needle, a0, b, scale, m, degree)
 
     @app.get("/api/law")
-    def law_here(where: law.Place = Depends(place)) -> dict[str, Any]:
+    def law_here(where: Annotated[law.Place, Depends(place)]) -> dict[str, Any]:
         return law.answer(where)
 
     @app.get("/api/law/curve")
-    def law_curve(where: law.Place = Depends(place)) -> list[dict[str, Any]]:
+    def law_curve(where: Annotated[law.Place, Depends(place)]) -> list[dict[str, Any]]:
         return law.curve(where)
 
     @app.get("/api/weights")

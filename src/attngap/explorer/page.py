@@ -10,6 +10,7 @@ from attngap.mechanisms.catalogue import catalogue
 from attngap.report.page import Chart, Column, Form, Input, Section, Table, Text, render
 
 MOST_CHARACTERS = 4000
+SUMMARIES = ("first", "self", "previous", "top", "entropy")  # what `sentence.summary` says of a head
 SENTENCE = "When Mary and John went to the store, John gave a drink to Mary. The store sold drinks to John and Mary."
 
 
@@ -35,18 +36,19 @@ def _law() -> Section:
     facts = [("softmax", "softmax separates with probability"), ("linear", "linear"), ("polynomial", "polynomial")]
     facts += [
         ("mass", "softmax's weight on the needle"),
-        ("critical", "needle beyond which softmax concentrates as n grows"),
+        ("critical", "needle from which softmax concentrates"),
     ]
     chart = Chart(
         "law-curve",
         "Success against the needle",
         "Probability of telling the two data sets apart, against the size of the needle, for three kernels",
         success_curves().to_dict(),
-        "Exact at every n, by binomial tails. The dashed line is where softmax concentrates as n grows, s a (1 + a) = 1.",
+        "Exact at every n, by binomial tails. Dashed: where softmax concentrates as n grows, s a (1 + a) = 1.",
     )
     caveat = (
-        "These are the weights of one construction, in the style of arXiv 2310.11685. Other weights let linear attention "
-        "separate too; what it cannot have cheaply is dynamic range: a score ratio of n where softmax needs a gap of log n."
+        "These are the weights of one construction, in the style of arXiv 2310.11685. Other weights let linear "
+        "attention separate too; what it lacks is dynamic range: it needs a score ratio of n where softmax needs a "
+        "logit gap of log n."
     )
     lead = "One needle among n tokens, m random sign read-outs: the probability that attention tells it is there."
     return Section("law", "The law", [Form("law-form", sliders, facts), chart, Text([caveat], "note")], lead)
@@ -72,9 +74,7 @@ def _sentence(model: str | None) -> Section:
         advice = "Start the explorer with a model to see its heads on your own sentence: attngap serve --model smollm2"
         return Section("sentence", "Your sentence", [Text([advice])])
     inputs = [Input("text", "text", f"Text for {model}, up to 256 tokens", SENTENCE)]
-    inputs.append(
-        Input("select", "color", "Color by", "first", choices=("first", "self", "previous", "top", "entropy"))
-    )
+    inputs.append(Input("select", "color", "Color by", "first", choices=SUMMARIES))
     form = Form("sentence-form", inputs, button="Show its heads")
     alt = "Every head of the model on this sentence, layers across, heads down"
     caption = "first, self, previous: mean weight on the first token, the row itself, the one before. Click a square."

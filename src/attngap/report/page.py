@@ -108,7 +108,8 @@ class HeadPanel:
     """Where a click on a head opens: its numbers, its charts, its attention pattern, what it reads.
 
     A head is a row with `id`, `layer`, `head`, `words` (a sentence), `reads` (sentences), `patterns` (square roots of
-    weights as bytes, base64, one a passage) and rows under the name of each chart. A passage has `side` cells, each
+    weights as bytes, base64, one a passage) and rows, or values to be numbered from 1, under the name of each chart. A
+    passage has `side` cells, each
     `cell` tokens wide, and a `caption`.
     """
 
@@ -248,7 +249,10 @@ class Packer:
 
     def encode(self) -> str:
         whole = {"charts": self.charts, "data": self.data, "tables": self.tables, "panels": self.panels}
-        text = json.dumps(_finite(whole), separators=(",", ":"), ensure_ascii=False)
+        try:
+            text = _compact(whole)
+        except ValueError:  # JSON has no NaN and no infinity; most pages have none, and looking costs seconds
+            text = _compact(_finite(whole))
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
@@ -258,8 +262,12 @@ def _columnar(rows: Sequence[Row]) -> Row:
     return {"keys": keys, "columns": [[row.get(key) for row in rows] for key in keys], "length": len(rows)}
 
 
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: NaN is not measured (null), an infinity keeps its name."""
+    """NaN is not measured (null), an infinity keeps its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):

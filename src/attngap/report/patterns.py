@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,13 @@ def read_patterns(path: Path, heads: int, tokens: int) -> Patterns | None:
     if not file.exists():
         return None
     try:
-        with np.load(file, allow_pickle=False) as stored:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             pictures = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise AttngapError(f"'{file}' is cut off or damaged: {error}. Run attngap diagnose again: it resumes") from None
     for name, stack in pictures.items():
         if stack.ndim != 3 or len(stack) != heads or stack.shape[1] != stack.shape[2]:
-            raise AttngapError(
-                f"'{file}' does not fit its diagnosis: {name} is {stack.shape}, expected {heads} pictures"
-            )
+            raise AttngapError(f"'{file}' does not fit its diagnosis: {name} is {stack.shape}, heads are {heads}")
     while sum(stack.size for stack in pictures.values()) > BUDGET:
         pictures = {name: _halve(stack) for name, stack in pictures.items()}
     return Patterns(pictures, tokens)

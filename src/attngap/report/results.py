@@ -60,9 +60,7 @@ def read(places: Iterable[str | Path]) -> Results:
         databases = [(path, records) for path in paths if path.suffix != ".json" and (records := read_runs(path))]
         if not here and not databases:
             verbs = "; ".join(verb for _, verb in KINDS.values())
-            raise AttngapError(
-                f"No result in '{place}'. A result is a file written by: {verbs}; attngap probe run TASK"
-            )
+            raise AttngapError(f"No result in '{place}'. Results are written by: {verbs}; attngap probe run TASK")
         found += here
         runs += databases
     unique = {result.path.resolve(): result for result in found}

@@ -27,9 +27,9 @@ function setUpPanel(element) {
 
   async function chart(figure, head) {
     const name = figure.dataset.headChart;
-    const rows = head[name];
-    figure.hidden = !(rows && rows.length);
+    figure.hidden = !(head[name] && head[name].length);
     if (figure.hidden) return;
+    const rows = head[name].map((row, i) => (typeof row === "number" ? { place: i + 1, value: row } : row));
     const key = `${element.id}-${name}`;
     views[key]?.finalize();
     views[key] = await drawSpec(figure.querySelector(".canvas"), { ...panel.charts[name], datasets: { [name]: rows } });

@@ -67,9 +67,7 @@ def head_rows(result: Result) -> list[Row]:
         row["words"] = f"{head['verdict'].capitalize()}: {head['reason']}"
         row["reads"] = [read_line(read) for read in head.get("reads") or []]
         row["bounds"] = bound_points(head, options.get("ranks") or [])
-        row["spectrum"] = [
-            {"place": place, "value": value} for place, value in enumerate(head.get("spectrum") or [], 1) if value > 0
-        ]
+        row["spectrum"] = [value for value in head.get("spectrum") or [] if value > 0]
         rows.append(row)
     return sorted(rows, key=lambda row: -(row.get("importance") or 0.0))
 
@@ -103,7 +101,7 @@ def _map(result: Result, rows: list[Row], suffix: str) -> Section:
     blocks: list[Block] = [
         Chart(
             map_id,
-            "Layer × head",
+            "Layer x head",
             "Every head of the model colored by what is chosen",
             choices["verdict"],
             caption,
@@ -184,7 +182,7 @@ def _damage(result: Result, rows: list[Row], suffix: str) -> Section:
 def _verified(check: Row) -> str:
     return (
         f"Checked: {len(check['heads'])} heads were replaced one at a time on {check['passages']} other passages of "
-        f"{check['context']} tokens; the estimate ranks them with Spearman {check['spearman']:.2f} against the measured KL."
+        f"{check['context']} tokens; estimate and measured KL rank them alike with Spearman {check['spearman']:.2f}."
     )
 
 

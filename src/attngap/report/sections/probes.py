@@ -31,7 +31,7 @@ def probe_sections(results: Results) -> list[Section]:
         blocks.append(_chart(task, [summary for summary in summaries if summary.task == task]))
     blocks.append(Table("probes-table", "All probes", COLUMNS, [_row(summary) for summary in summaries]))
     blocks.append(
-        Text(["A small model on a small task: it shows where a mechanism falls short, not how a large one does."])
+        Text(["Small models on small tasks: they show where a mechanism falls short, not how a large one does."])
     )
     mechanisms = len({summary.mechanism for summary in summaries})
     lead = f"{mechanisms} mechanisms on {len({s.task for s in summaries})} tasks; each model was trained from scratch."

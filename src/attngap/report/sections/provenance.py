@@ -24,9 +24,7 @@ def provenance_section(results: Results) -> list[Section]:
         rows.append(_row(str(path), f"{len(records)} probe runs", last))
     lead = "Every number on this page is in one of these files. The same command, versions and seed give it again."
     table = Table("provenance-table", "Sources", COLUMNS, rows)
-    note = Text(
-        ["Relative figures (ratios, shares) compare runs on the same machine; absolute times hold for it only."]
-    )
+    note = Text(["Ratios and shares compare runs on one machine; absolute times hold for that machine only."])
     return [Section("sources", "Where the numbers come from", [table, note], lead)]
 
 
