@@ -19,12 +19,13 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
+def _print_version(asked: bool) -> bool:
     if asked:
         from importlib.metadata import version
 
         print(f"attngap {version('attngap')}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()

@@ -9,8 +9,8 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism, State, Streams, read_out
 from attngap.mechanisms.gates import Gate, WriteGate
 from attngap.mechanisms.linear_state import decay_factor, decayed_scores
-from attngap.mechanisms.pending import delta_attention
 from attngap.ops.check import accumulate_dtype
+from attngap.ops.delta import delta_attention
 from attngap.ops.naive import expand_heads
 
 

@@ -1,0 +1,105 @@
+"""The package as a whole: what it exports, how it starts, and that its documents are true."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+
+import attngap
+from attngap.mechanisms import contracts
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = {"catalogue", "diagnose", "linearize", "load", "mechanism", "ops", "probe", "save", "theory"}
+
+
+def run(code: str) -> str:
+    """In a fresh interpreter: what a user's first import does."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def python_blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
+
+
+def test_exports_exactly_the_public_api():
+    assert set(attngap.__all__) == PUBLIC
+    assert set(dir(attngap)) == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_export_is_there(name):
+    assert getattr(attngap, name) is not None
+
+
+@pytest.mark.parametrize("name", ["softmax_attention", "linear_attention", "delta_attention", "hybrid_attention"])
+def test_ops_are_exported(name):
+    assert callable(getattr(attngap.ops, name))
+
+
+def test_an_unknown_attribute_lists_what_there_is():
+    with pytest.raises(AttributeError, match="attngap has no 'linearise'; it exports catalogue, diagnose"):
+        attngap.linearise  # noqa: B018
+
+
+def test_version():
+    assert attngap.__version__ == version("attngap")
+    command = "import sys; sys.argv = ['attngap', '--version']; import attngap.cli as c; c.main()"
+    assert run(command) == f"attngap {version('attngap')}\n"
+
+
+def test_command_is_installed():
+    (script,) = (point for point in entry_points(group="console_scripts") if point.name == "attngap")
+    assert script.value == "attngap.cli:main"
+
+
+@pytest.mark.parametrize("module", ["attngap", "attngap.cli", "attngap.report"])
+def test_starts_without_torch(module):
+    heavy = run(f"import sys, {module}; print([m for m in ('torch', 'transformers', 'pandas') if m in sys.modules])")
+    assert heavy.strip() == "[]"
+
+
+def test_mistakes_are_one_line_and_exit_code_2():
+    command = "import sys; sys.argv = ['attngap', 'mechanisms', 'gal']; import attngap.cli as c; c.main()"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "attngap: No mechanism 'gal'. Did you mean 'gla'? List them: attngap mechanisms\n"
+    assert done.stdout == ""
+
+
+def test_imports_point_down():
+    tool = Path(sys.executable).with_name("lint-imports")
+    if not tool.exists():
+        pytest.skip("import-linter is not installed")
+    environment = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_mechanism_in_contributing_keeps_its_word():
+    """The worked example runs as printed, and `check` really looks: with a wrong claim it fails."""
+    space: dict = {}
+    for block in python_blocks("CONTRIBUTING.md"):
+        exec(block, space)
+    broken = type("Broken", (space["SquaredRelu"],), {"state_rank": lambda self, t: 1})
+    with pytest.raises(contracts.BrokenContractError, match="squared-relu breaks rank_as_declared"):
+        contracts.check(broken(heads=2, dim=4))
+
+
+def test_contributing_names_every_family_that_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    families = {base.__name__ for base in _bases()} - {"LinearState"}  # the common base of the first two
+    for family in families:
+        assert f"`{family}`" in text
+
+
+def _bases():
+    from attngap.mechanisms.base import Mechanism
+    from attngap.mechanisms.catalogue import MECHANISMS
+
+    return {base for cls in MECHANISMS for base in cls.__mro__[1:] if issubclass(base, Mechanism)}
