@@ -1,0 +1,82 @@
+"""A sequence as groups of chunks: read folded into one batch of chunks, written back alike."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attngap.ops.chunks import chunk_sizes
+
+GROUP = 2**17  # floats of k a group holds: its products stay in cache, and calls are few
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """`count` chunks of `chunk` tokens from token `start` on."""
+
+    start: int
+    chunk: int
+    count: int
+
+    @property
+    def length(self) -> int:
+        return self.chunk * self.count
+
+
+def spans(t: int, chunk: int, width: int, *, halving: bool) -> list[Span]:
+    """All groups of a sequence whose tokens are `width` floats; chunks of a group are equally long."""
+    chunk = 1 << (chunk.bit_length() - 1) if halving else chunk
+    most = max(1, GROUP // (chunk * width))
+    found, start = [], 0
+    for size in chunk_sizes(t, chunk, halving=halving):
+        last = found[-1] if found else None
+        if last is not None and last.chunk == size and last.count < most:
+            found[-1] = dataclasses.replace(last, count=last.count + 1)
+        else:
+            found.append(Span(start, size, 1))
+        start += size
+    return found
+
+
+class Folded:
+    """x (b, h, t, w) seen as (count b heads, rows, w), chunk by chunk: (count, b, heads, group, chunk, w).
+
+    With more heads than `heads` (grouped queries) the rows of a group follow each other, so that one product with the
+    keys serves the group. With fewer, they are repeated as they are read, and summed as they are written. Rows where
+    `mask` is False read as zero and are written as zero, whatever they hold.
+    """
+
+    def __init__(self, x: Tensor, heads: int, dtype: torch.dtype, mask: Tensor | None):
+        self.x, self.dtype, self.mask = x, dtype, mask
+        self.outer = min(x.shape[1], heads)
+        self.repeat, self.group = heads // self.outer, x.shape[1] // self.outer
+
+    def read(self, span: Span) -> Tensor:
+        cut = self._cut(span)
+        if self.mask is not None:
+            cut = cut.masked_fill(self._hidden(self.mask, span), 0.0)
+        if self.repeat > 1:
+            count, b, heads, _, c, w = cut.shape
+            cut = cut.expand(count, b, heads, self.repeat, c, w)
+            return cut.reshape(-1, c, w).to(self.dtype)
+        return cut.reshape(-1, self.group * span.chunk, cut.shape[5]).to(self.dtype)
+
+    def write(self, span: Span, value: Tensor) -> None:
+        place = self._cut(span)
+        if self.repeat > 1:
+            value = value.reshape(*place.shape[:3], self.repeat, *place.shape[4:]).sum(3, keepdim=True)
+        else:
+            value = value.reshape(place.shape)
+        if self.mask is not None:
+            value = value.masked_fill(self._hidden(self.mask, span), 0.0)
+        place.copy_(value)
+
+    def _cut(self, span: Span) -> Tensor:
+        """(count, b, outer, group, chunk, w), a view."""
+        cut = self.x[:, :, span.start : span.start + span.length]
+        cut = cut.unflatten(2, (span.count, span.chunk)).unflatten(1, (self.outer, self.group))
+        return cut.permute(3, 0, 1, 2, 4, 5)
+
+    def _hidden(self, mask: Tensor, span: Span) -> Tensor:
+        cut = ~mask[:, span.start : span.start + span.length].unflatten(1, (span.count, span.chunk))
+        return cut.transpose(0, 1)[:, :, None, None, :, None]
