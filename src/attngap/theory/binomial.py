@@ -5,7 +5,7 @@ scipy's `binom.logsf` underflows to -inf below 1e-308 and is off by 1e-8 at a co
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln
 
 Array = NDArray[np.float64]
 
@@ -56,7 +56,8 @@ def log_between(count: int, lo: int, hi: int) -> float:
     if hi <= lo:
         return -np.inf
     if hi - lo <= SUMMED:
-        return float(logsumexp(log_pmf(count, np.arange(lo, hi))))
+        logs = log_pmf(count, np.arange(lo, hi))
+        return float(logs.max() + np.log(np.exp(logs - logs.max()).sum()))
     if lo + hi < count + 1:  # mirror, so that the larger tail is the one at lo
         lo, hi = count + 1 - hi, count + 1 - lo
     if 2 * lo > count:

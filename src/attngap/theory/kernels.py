@@ -1,6 +1,7 @@
 """How far a kernel lifts the needle above every other key: the one number the separation law needs from it."""
 
 import decimal
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -57,6 +58,12 @@ def spell(kernel: Kernel) -> str:
     return kernel if isinstance(kernel, str) else f"{kernel[0]}:{kernel[1]:g}"
 
 
+@functools.lru_cache(maxsize=256)
+def _log(n: int) -> Decimal:
+    with precise():
+        return Decimal(n).ln()
+
+
 def ratio(kernel: Kernel, n: int, scale: float, needle: float, query: float) -> Decimal:
     """(kernel value at the needle) / (at any other key), for a query row whose own needle entry is `query`.
 
@@ -68,7 +75,7 @@ def ratio(kernel: Kernel, n: int, scale: float, needle: float, query: float) -> 
     """
     a = exact(needle)
     if kernel == "softmax":
-        return (exact(scale) * a * (1 + exact(query)) * Decimal(n).ln()).exp()
+        return (exact(scale) * a * (1 + exact(query)) * _log(n)).exp()
     if kernel == "linear":
         return 1 + a
     number = float(kernel[1])

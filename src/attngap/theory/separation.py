@@ -104,10 +104,11 @@ class Setting:
         """
         with kernels.precise():
             a, b, c = exact(needle), exact(self.b), 1 - exact(self.b)
+            ratios = set(self.ratios(needle))
             fewest = []
             for first, own, last in SIGNS:
                 least = self.p  # never reached by p - 1 signs
-                for rho in set(self.ratios(needle)):
+                for rho in ratios:
                     bar = (c + exact(MARGIN) - c * last) * (rho + self.n - 1)
                     theta = (bar - rho * a * first - b * (rho + self.copies - 1) * own) / (b * self.copies)
                     least = min(least, _first_above((theta + self.p - 1) / 2, self.p))

@@ -1,0 +1,149 @@
+"""Charts of the theory: phase diagrams and selectivity thresholds, from plain rows to Altair charts and files."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from attngap.errors import AttngapError
+
+Row = dict[str, Any]
+SUFFIXES = (".html", ".png", ".svg", ".json")
+AXES: dict[str, tuple[str, Any]] = {"scale": ("logit scale s", "linear"), "n": ("context length n", "log")}
+GOLDEN = 0.6180339887498949
+
+
+def diagram(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, width: int = 190, height: int = 190) -> Any:
+    """Success over (axis, needle), one panel a kernel, with the critical curves on top. `axis` is "scale" or "n".
+
+    Cells are rows of kernel, axis, needle, success; curves rows of kernel, axis, needle, curve.
+    """
+    title, scale = AXES[axis]
+    kernels = list(dict.fromkeys(row["kernel"] for row in cells))
+    xs, ys = (sorted({row[name] for row in cells}) for name in (axis, "needle"))
+    across, along = _edges(xs, scale == "log"), _edges(ys, False)
+    domain = {"x": [across[xs[0]][0], across[xs[-1]][1]], "y": [along[ys[0]][0], along[ys[-1]][1]]}
+    x = alt.X(
+        "x:Q",
+        title=title,
+        scale=alt.Scale(type=scale, domain=domain["x"], nice=False, clamp=True),
+        axis=alt.Axis(format="~e" if scale == "log" else "~g", tickCount=4, grid=False),
+    )
+    y = alt.Y(
+        "y:Q",
+        title="needle a",
+        scale=alt.Scale(domain=domain["y"], nice=False, clamp=True),
+        axis=alt.Axis(grid=False),
+    )
+    names = list(dict.fromkeys(row["curve"] for row in curves))
+    panels = []
+    for kernel in kernels:
+        squares = [
+            _rounded(
+                x=across[row[axis]][0],
+                x2=across[row[axis]][1],
+                y=along[row["needle"]][0],
+                y2=along[row["needle"]][1],
+                success=row["success"],
+            )
+            for row in cells
+            if row["kernel"] == kernel
+        ]
+        heat = alt.Chart(alt.Data(values=squares)).mark_rect().encode(x=x, x2="x2:Q", y=y, y2="y2:Q", color=_heat())
+        heat = heat.encode(tooltip=[alt.Tooltip("success:Q", format=".4g")])
+        points = [
+            _rounded(x=row[axis], y=row["needle"]) | {"curve": row["curve"]}
+            for row in curves
+            if row["kernel"] == kernel and domain["y"][0] <= row["needle"] <= domain["y"][1]
+        ]
+        line = alt.Chart(alt.Data(values=points)).mark_line(clip=True, strokeWidth=2)
+        line = line.encode(x=x, y=y, strokeDash=_dashes(names), detail="curve:N", color=alt.value("#d62728"))
+        panels.append((heat + line).properties(title=kernel, width=width, height=height))
+    return alt.hconcat(*panels)
+
+
+def thresholds(rows: Sequence[Row], *, width: int = 520, height: int = 320) -> Any:
+    """Selectivity threshold against n, one line a mechanism; those that never separate are listed in the subtitle."""
+    found = [row for row in rows if row["needle"] is not None]
+    never = sorted({row["label"] for row in rows} - {row["label"] for row in found})
+    subtitle = [f"never up to the largest needle tried: {', '.join(never)}"] if never else []
+    lines = (
+        alt.Chart(alt.Data(values=found))
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("n:Q", title="context length n", scale=alt.Scale(type="log", base=2)),
+            y=alt.Y("needle:Q", title="smallest needle that separates"),
+            color=alt.Color("label:N", title="mechanism"),
+            tooltip=["label:N", "n:Q", alt.Tooltip("needle:Q", format=".3f")],
+        )
+    )
+    limit = (
+        alt.Chart(alt.Data(values=[{"needle": GOLDEN}])).mark_rule(strokeDash=[4, 4], color="#888").encode(y="needle:Q")
+    )
+    title = alt.TitleParams("Selectivity threshold; dashes: 0.618, softmax for n to infinity", subtitle=subtitle)
+    return (lines + limit).properties(width=width, height=height, title=title)
+
+
+def phase_chart(result: dict[str, Any]) -> Any:
+    """Both diagrams of `attngap theory phase`, one above the other."""
+    setting = result["setting"]
+    over_scale = diagram(result["scale"]["cells"], result["scale"]["curves"], "scale")
+    over_length = diagram(result["length"]["cells"], result["length"]["curves"], "n")
+    fixed = f"d = {setting['d']}, m = {setting['m']}, b = {setting['b']:g}, a0 = {setting['a0']:g}"
+    return alt.vconcat(
+        over_scale.properties(title=f"Probability of separating, n = {setting['n']:,}; {fixed}"),
+        over_length.properties(title=f"Probability of separating, scale 1; {fixed}"),
+    ).resolve_scale(color="shared")
+
+
+def save(chart: Any, path: str | Path) -> Path:
+    """Write a chart as .html (self-contained, works offline), .png, .svg or .json (its Vega-Lite specification)."""
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise AttngapError(f"A chart is written as {', '.join(SUFFIXES)}; got {str(path)!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Validating every row of the data against the schema takes longer than drawing it.
+    spec = chart.to_dict(validate=False)
+    if path.suffix == ".html":
+        path.write_text(vl_convert.vegalite_to_html(spec, bundle=True))
+    elif path.suffix == ".png":
+        path.write_bytes(vl_convert.vegalite_to_png(spec, ppi=144))
+    elif path.suffix == ".svg":
+        path.write_text(vl_convert.vegalite_to_svg(spec))
+    else:
+        path.write_text(json.dumps(spec))
+    return path
+
+
+def _heat() -> alt.Color:
+    return alt.Color("success:Q", title="success", scale=alt.Scale(scheme="viridis", domain=[0, 1]))
+
+
+def _dashes(names: Sequence[str]) -> alt.StrokeDash:
+    styles = [[1, 0], [5, 4], [2, 2]]
+    scale = alt.Scale(domain=list(names), range=styles[: len(names)])
+    return alt.StrokeDash("curve:N", title="curve", scale=scale)
+
+
+def _edges(values: Sequence[float], log: bool) -> dict[float, tuple[float, float]]:
+    """Halfway to the neighbors on each side, in the axis's own scale."""
+    if len(values) == 1:
+        return {values[0]: (values[0] * 0.9, values[0] * 1.1)}
+
+    def middle(a: float, b: float) -> float:
+        return (a * b) ** 0.5 if log else (a + b) / 2
+
+    inner = [middle(a, b) for a, b in itertools.pairwise(values)]
+    first = values[0] ** 2 / inner[0] if log else 2 * values[0] - inner[0]
+    last = values[-1] ** 2 / inner[-1] if log else 2 * values[-1] - inner[-1]
+    bounds = [first, *inner, last]
+    return {value: (bounds[i], bounds[i + 1]) for i, value in enumerate(values)}
+
+
+def _rounded(**row: float) -> Row:
+    """Five digits: what a picture can show, at half the size."""
+    return {name: float(f"{x:.5g}") for name, x in row.items()}
