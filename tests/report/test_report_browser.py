@@ -3,11 +3,11 @@
 import json
 import time
 
-import made_up
 import pytest
 
 from attngap.report.build import report_page
 from attngap.report.results import read
+from tests import made_up
 
 pytestmark = pytest.mark.browser
 PHONE = {"width": 390, "height": 844}

@@ -2,12 +2,12 @@
 
 import json
 
-import made_up
 import pytest
 
 from attngap.errors import AttngapError
 from attngap.report.results import read
 from attngap.store import Runs
+from tests import made_up
 
 
 def test_results_are_found_in_a_folder_and_one_below(tmp_path):
@@ -25,9 +25,7 @@ def test_a_result_given_twice_is_read_once(tmp_path):
 
 def test_a_folder_without_a_result(tmp_path):
     (tmp_path / "notes.json").write_text("[1, 2]")
-    with pytest.raises(
-        AttngapError, match=r"No result in '.*'\. Results are written by: attngap diagnose MODEL -o DIR"
-    ):
+    with pytest.raises(AttngapError, match=r"No result in '.*'\. Results are written by: attngap diagnose"):
         read([tmp_path])
 
 

@@ -29,7 +29,7 @@ class Place:
         return max(1, round(10**self.log10_n / p)) * p
 
     def laws(self, needle: float) -> dict[str, separation.Law]:
-        kernels = {"softmax": "softmax", "linear": "linear", "polynomial": ("polynomial", self.degree)}
+        kernels = {"softmax": "softmax", "linear": "linear", "polynomial": ("polynomial", float(self.degree))}
         common = {"n": self.n, "d": self.d, "a0": self.a0, "b": self.b, "m": self.m, "scale": self.scale}
         return {name: separation.law(kernel, a1=needle, **common) for name, kernel in kernels.items()}
 

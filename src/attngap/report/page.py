@@ -131,9 +131,9 @@ class Input:
     name: str
     label: str
     value: Any
-    low: float = 0.0
-    high: float = 1.0
-    step: float = 0.01
+    low: int | float = 0
+    high: int | float = 1
+    step: int | float = 0.01
     choices: Sequence[str] = ()
 
 

@@ -1,0 +1,154 @@
+"""The explorer's answers, without a browser."""
+
+import base64
+import time
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attngap.explorer import law, weights
+from attngap.explorer.app import create
+from attngap.explorer.sentence import Sentences
+from attngap.mechanisms.catalogue import catalogue
+from attngap.theory import separation
+from tests import made_up
+
+HERE = {"log10_n": 6, "d": 514, "needle": 0.7, "a0": 0.05, "b": 0.5, "scale": 1, "m": 40, "degree": 4}
+
+
+class Letters:
+    """A tokenizer with one token a character."""
+
+    def __call__(self, text, return_tensors):
+        return {"input_ids": torch.tensor([[ord(letter) % 97 for letter in text]])}
+
+    def decode(self, ids):
+        return f"<{ids[0]}>"
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+
+
+@pytest.fixture
+def client(tmp_path, model):
+    made_up.diagnosis(tmp_path / "run" / "diagnosis")
+    made_up.runs(tmp_path / "runs.sqlite")
+    app = create([tmp_path], Sentences(model, Letters(), "letters"))
+    return TestClient(app, base_url="http://127.0.0.1")
+
+
+def pixels(answer):
+    roots = np.frombuffer(base64.b64decode(answer["roots"]), np.uint8)
+    return (roots.reshape(answer["side"], answer["side"]) / 255.0) ** 2 * answer["top"]
+
+
+def test_the_law_is_the_theorys(client):
+    answer = client.get("/api/law", params=HERE).json()
+    n = 999_936
+    assert answer["n"] == n
+    assert n % 512 == 0
+    for name, kernel in (("softmax", "softmax"), ("linear", "linear"), ("polynomial", ("polynomial", 4.0))):
+        expected = separation.law(kernel, n=n, d=514, a0=0.05, a1=0.7, b=0.5, m=40)
+        assert answer["success"][name] == expected.success
+        assert answer["mass"][name] == expected.mass.needle_row
+    assert answer["concentrates_from"] == pytest.approx((5**0.5 - 1) / 2)
+
+
+def test_the_law_answers_within_a_tenth_of_a_second(client):
+    client.get("/api/law", params=HERE)
+    spent = []
+    for needle in (0.3, 0.5, 0.9, 1.1, 1.3):
+        start = time.process_time()
+        assert client.get("/api/law", params=HERE | {"needle": needle, "log10_n": 12}).status_code == 200
+        spent.append(time.process_time() - start)
+    assert min(spent) < 0.1
+
+
+def test_the_curve_meets_the_number_at_its_needle(client):
+    curve = client.get("/api/law/curve", params=HERE).json()
+    point = next(point for point in curve if point["kernel"] == "softmax" and point["needle"] == law.NEEDLES[15])
+    here = client.get("/api/law", params=HERE | {"needle": law.NEEDLES[15]}).json()
+    assert point["success"] == here["success"]["softmax"]
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_weights_of_every_mechanism_beside_softmax(client, name):
+    asked = {"name": name, "tokens": 24, "sharpness": 2, "data": "needle", "seed": 3}
+    answer = client.get("/api/weights", params=asked).json()
+    q, k = weights.queries_and_keys(24, 2.0, "needle", 3)
+    exact = torch.softmax((q @ k.mT / 4).masked_fill(torch.ones(24, 24).triu(1).bool(), -torch.inf), -1)[0, 0].numpy()
+    assert np.abs(np.sqrt(pixels(answer["softmax"])) - np.sqrt(exact)).max() < 0.01
+    assert (answer["distance"] < 1e-12) == (name == "softmax")
+
+
+def test_mistakes_are_one_line(client):
+    asked = {"name": "gal", "tokens": 24, "sharpness": 2, "data": "needle", "seed": 3}
+    answer = client.get("/api/weights", params=asked)
+    assert answer.status_code == 422
+    assert answer.json() == {"error": "No mechanism 'gal'. Did you mean 'gla'? List them: attngap mechanisms"}
+    assert client.get("/api/weights", params=asked | {"name": "elu", "tokens": 5000}).json() == {
+        "error": "tokens must be 2 to 128, got 5000"
+    }
+    assert client.get("/api/law", params=HERE | {"needle": 9}).status_code == 422
+    assert client.get("/api/sentence", params={"text": "x"}).json()["error"].startswith("The sentence has fewer than 2")
+    assert client.get("/api/sentence/9/0", params={"text": "abc"}).json() == {
+        "error": "No head 9.0: layers are 0-1, heads 0-3"
+    }
+    assert client.get("/report/99").json() == {"error": "No result number 99. Go back to the list"}
+
+
+def test_heads_on_a_sentence_are_the_models_own(client, model):
+    text = "attention is all"
+    answer = client.get("/api/sentence", params={"text": text}).json()
+    assert len(answer["heads"]) == 8
+    assert answer["tokens"][0] == "<0>"
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(Letters()(text, "pt")["input_ids"], output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    for row in answer["heads"]:
+        exact = expected[row["layer"]][0, row["head"]]
+        assert row["first"] == pytest.approx(exact[1:, 0].mean().item(), abs=1e-5)
+        assert row["top"] == pytest.approx(exact[1:].amax(-1).mean().item(), abs=1e-5)
+    picture = client.get("/api/sentence/1/2", params={"text": text}).json()
+    assert np.abs(np.sqrt(pixels(picture)) - expected[1][0, 2].sqrt().numpy()).max() < 0.01
+
+
+def test_only_the_last_sentences_are_remembered(model):
+    sentences = Sentences(model, Letters(), "letters")
+    for place in range(9):
+        sentences.heads(f"sentence {place}")
+    assert len(sentences._seen) == 4
+
+
+def test_without_a_model_the_sentence_says_how_to_load_one(tmp_path):
+    client = TestClient(create([tmp_path]), base_url="http://localhost")
+    assert "attngap serve --model smollm2" in client.get("/api/sentence", params={"text": "ab"}).json()["error"]
+    assert client.get("/").status_code == 200
+
+
+def test_results_and_sweeps_are_listed_and_open(client, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "receipt.json").write_text('{"schema": "attngap.receipt/1", "mod')
+    answer = client.get("/api/results").json()
+    kinds = {row["kind"]: row for row in answer["results"]}
+    assert set(kinds) == {"diagnosis", "probe runs", "unreadable"}
+    assert "is cut off or damaged" in kinds["unreadable"]["model"]
+    (sweep,) = answer["sweeps"]
+    assert (sweep["sweep"], sweep["done"], sweep["total"]) == ("small", 6, 6)
+    page = client.get(f"/report/{kinds['diagnosis']['number']}")
+    assert page.status_code == 200
+    assert "<h1>tiny</h1>" in page.text
+
+
+def test_other_hosts_are_refused(tmp_path):
+    app = create([tmp_path])
+    assert TestClient(app, base_url="http://evil.example").get("/").status_code == 400
+    assert TestClient(create([tmp_path], hosts=("*",)), base_url="http://evil.example").get("/").status_code == 200
