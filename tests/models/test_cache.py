@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
 from transformers import DynamicCache, StaticCache
 
 from attngap.errors import AttngapError
 from attngap.models.cache import MixedLayer, cache_bytes
 from attngap.models.swap import swap
+from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
 
 PROMPT = torch.randint(1, VOCABULARY, (1, 23), generator=torch.Generator().manual_seed(2))
 KEEP = {"head": {0: [1], 1: [0, 1]}, "none": {0: [], 1: []}}

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
 
 from attngap import mechanism
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
 from attngap.models.swap import layer_shapes, mixed_heads, real_tokens, swap
+from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
 
 TOKENS = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -89,7 +89,7 @@ def test_an_encoder_converts_and_ignores_padding():
 def test_a_mask_that_is_more_than_padding_is_refused():
     packed = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     packed[..., 3:, :3] = False
-    with pytest.raises(AttngapError, match="causal and padding masks only.*one sequence a row"):
+    with pytest.raises(AttngapError, match=r"causal and padding masks only.*one sequence a row"):
         real_tokens(packed, 6, causal=True)
     assert real_tokens(torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), 6, causal=True) is None
 

@@ -50,8 +50,9 @@ class MixedHeads(nn.Module):
     groups: Tensor  # key heads that some kept head reads
     reads: Tensor  # where each kept head's keys are among those groups
 
-    def __init__(self, mechanism: Mechanism, keep: Iterable[int]):
+    def __init__(self, layer: int, mechanism: Mechanism, keep: Iterable[int]):
         super().__init__()
+        self.layer = layer
         heads = sorted(set(keep))
         group = mechanism.heads // mechanism.kv_heads
         groups = sorted({head // group for head in heads})
@@ -191,7 +192,7 @@ def swap(model: PreTrainedModel, layers: Mapping[int, tuple[Mechanism, Iterable[
     converted = twin(model)
     for layer, (mechanism, keep) in layers.items():
         module = converted.get_submodule(shapes[layer].module)
-        module.add_module(CHILD, MixedHeads(mechanism, keep))
+        module.add_module(CHILD, MixedHeads(layer, mechanism, keep))
     attach(converted)
     return converted
 
@@ -205,9 +206,10 @@ def attach(model: PreTrainedModel) -> None:
             part.register_forward_pre_hook(_give_cache, with_kwargs=True)
 
 
-def mixed_heads(model: nn.Module) -> dict[str, MixedHeads]:
-    """The converted attention modules by name."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, MixedHeads)}
+def mixed_heads(model: nn.Module) -> dict[int, MixedHeads]:
+    """The converted attention modules by layer."""
+    found = (part for part in model.modules() if isinstance(part, MixedHeads))
+    return {part.layer: part for part in sorted(found, key=lambda part: part.layer)}
 
 
 def _check(layer: int, shapes: dict[int, LayerShape], mechanism: Mechanism, keep: Iterable[int]) -> None:

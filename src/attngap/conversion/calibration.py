@@ -1,0 +1,86 @@
+"""What a conversion is fitted to: passages of text, text the model writes itself, and repeated random tokens.
+
+A model's own samples are text of every kind it knows, so features fitted to them hold on text unlike the calibration
+files; repeated tokens are what its recall heads are for.
+"""
+
+import dataclasses
+import inspect
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attngap.errors import AttngapError
+from attngap.models.texts import passages, stress
+
+SAMPLE_LENGTH = 256  # of one text the model writes; a passage holds several
+SAMPLED, REPEATED = 0.4, 0.15  # shares of the passages; the rest is text
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """How many passages of each kind; `heldout` more of each kind judge the fit and are never trained on."""
+
+    text: int
+    sampled: int
+    repeated: int
+
+    @classmethod
+    def of(cls, count: int, *, generative: bool) -> "Shares":
+        if count < 2:
+            raise AttngapError(f"Calibration needs at least 2 passages, got {count}. Raise tokens or lower context")
+        if not generative:
+            return cls(count, 0, 0)
+        sampled, repeated = int(count * SAMPLED), int(count * REPEATED)
+        return cls(count - sampled - repeated, sampled, repeated)
+
+
+def calibration(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    shares: Shares,
+    *,
+    context: int,
+    seed: int,
+) -> Int[Tensor, "count context"]:
+    """All passages, kinds interleaved so that the last few, which judge the fit, hold some of each."""
+    kinds = [passages(tokenizer, text, context=context, count=shares.text, seed=seed)]
+    if shares.sampled:
+        kinds.append(samples(model, tokenizer, context=context, count=shares.sampled, seed=seed))
+    if shares.repeated:
+        kinds.append(torch.cat([repeats(tokenizer, context=context, seed=seed + i) for i in range(shares.repeated)]))
+    place = torch.cat([(torch.arange(len(kind)) + 0.5) / len(kind) for kind in kinds])
+    return torch.cat(kinds)[place.argsort(stable=True)]
+
+
+def repeats(tokenizer: PreTrainedTokenizerBase, *, context: int, seed: int) -> Int[Tensor, "1 context"]:
+    """Random tokens repeated until the passage is full; the period differs from seed to seed."""
+    period = context // (2 + seed % 3)
+    once, _ = stress(tokenizer, context=2 * period, seed=seed + 1000, period=period)
+    return once.repeat(1, 3)[:, :context]
+
+
+@torch.no_grad()
+def samples(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, context: int, count: int, seed: int
+) -> Int[Tensor, "count context"]:
+    """Text drawn from the model at temperature one, each piece from a random first token."""
+    length = min(SAMPLE_LENGTH, context)
+    pieces = -(-context // length) * count
+    generator = torch.Generator().manual_seed(seed)
+    special = set(tokenizer.all_special_ids)
+    ordinary = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
+    tokens = ordinary[torch.randint(len(ordinary), (pieces, 1), generator=generator)]
+    last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
+    step, cache = tokens, None
+    forbidden = torch.tensor(sorted(special), dtype=torch.long)
+    while tokens.shape[1] < length:
+        result = model(step, past_key_values=cache, use_cache=True, **({"logits_to_keep": 1} if last_only else {}))
+        odds = result.logits[:, -1].float().index_fill(1, forbidden, -torch.inf).softmax(-1)
+        step = torch.multinomial(odds, 1, generator=generator)
+        cache = result.past_key_values
+        tokens = torch.cat((tokens, step), 1)
+    return tokens.reshape(count, -1)[:, :context]

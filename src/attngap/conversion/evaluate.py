@@ -1,0 +1,92 @@
+"""Measure a converted model beside its original and two baselines, in one run."""
+
+import dataclasses
+import random
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attngap.conversion.quality import Quality, on_text, recall
+from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW
+from attngap.conversion.speed import Speed, speeds
+from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.catalogue import mechanism
+from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.models.swap import MixedHeads, mixed_heads, swap
+from attngap.models.texts import passages
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """What to measure; zero or empty leaves a part out."""
+
+    passages: int = 4  # of held-out text
+    trials: int = 1  # of induction, and of a needle at each place
+    lengths: tuple[int, ...] = (512, 1024)  # of needle passages
+    contexts: tuple[int, ...] = (1024, 4096, 8192, 16384)  # for speed and memory
+    prefill_up_to: int = 1024  # longer prompts take minutes on a CPU
+    baselines: bool = True
+    text: str | list[str] | None = None  # to evaluate on; None: the held-out part of the calibration text
+    seed: int = 1
+
+
+def evaluate(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    measures: Measures,
+    *,
+    context: int,
+) -> tuple[dict[str, Quality], dict[str, list[Speed]]]:
+    """Quality of the original, the converted model and the baselines; speed of the first two."""
+    labels = original.get_output_embeddings() is not None
+    pair = {ORIGINAL: original, CONVERTED: converted}
+    models = pair | (baselines(original, converted, seed=measures.seed) if measures.baselines else {})
+    if measures.text is None:
+        tokens = passages(tokenizer, text, context=context, count=measures.passages, split="heldout")
+    else:
+        tokens = passages(tokenizer, measures.text, context=context, count=measures.passages, seed=measures.seed)
+    quality = on_text(models, tokens, labels=labels)
+    if labels and measures.trials:
+        lengths = [length for length in measures.lengths if length <= context]
+        recall(
+            models,
+            tokenizer,
+            text,
+            quality,
+            context=context,
+            lengths=lengths or [context],
+            trials=measures.trials,
+            seed=measures.seed,
+        )
+    speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to) if labels else {}
+    return quality, speed
+
+
+def baselines(original: PreTrainedModel, converted: PreTrainedModel, *, seed: int) -> dict[str, PreTrainedModel]:
+    """The same heads with sinks and window only; and the same replacements with as many heads kept at random."""
+    parts = mixed_heads(converted)
+    found = {}
+    near = {layer: part.mechanism for layer, part in parts.items() if isinstance(part.mechanism, Hybrid)}
+    if near and len(near) == len(parts):
+        found[WINDOW] = swap(original, {i: (_window_only(m), parts[i].keep.tolist()) for i, m in near.items()})
+    kept = sum(len(part.keep) for part in parts.values())
+    if kept:
+        found[RANDOM] = swap(original, _random_heads(parts.values(), kept, seed))
+    return found
+
+
+def _window_only(m: Hybrid) -> Mechanism:
+    options = {"window": m.window, "sinks": m.sinks, "scale": m.scale, "kv_heads": m.kv_heads, "relative": m.relative}
+    return mechanism("hybrid", m.heads, m.dim, m.value_dim, feature_map="none", gain="none", **options)
+
+
+def _random_heads(parts: Iterable[MixedHeads], kept: int, seed: int) -> dict[int, tuple]:
+    parts = list(parts)
+    every = [(part.layer, head) for part in parts for head in range(part.mechanism.heads)]
+    chosen = set(random.Random(seed).sample(every, kept))
+    return {
+        part.layer: (part.mechanism, [h for h in range(part.mechanism.heads) if (part.layer, h) in chosen])
+        for part in parts
+    }

@@ -1,0 +1,290 @@
+"""From a plan to a converted model and its receipt: calibrate, fit, choose, fit jointly, measure."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attngap.conversion.calibration import Shares, calibration
+from attngap.conversion.choose import Keep, best_of, convert, refine, worth
+from attngap.conversion.evaluate import Measures, evaluate
+from attngap.conversion.fitting import fit_all
+from attngap.conversion.joint import fit_jointly
+from attngap.conversion.quality import on_text
+from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
+from attngap.conversion.replacement import build, choose_replacement
+from attngap.conversion.work import Work
+from attngap.errors import AttngapError
+from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.fit import FitOptions
+from attngap.models.lora import add_lora
+from attngap.models.plan import Plan
+from attngap.models.save import Base, describe, mark, weights_hash
+from attngap.models.swap import LayerShape, layer_shapes, mixed_heads
+from attngap.models.texts import passages
+from attngap.progress import progress
+from attngap.provenance import provenance
+
+JOINT_RATE = 2e-3
+
+
+def linearize(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    text: str | Sequence[str] | None = None,
+    *,
+    mechanism: str | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+    context: int = 1024,
+    tokens: int = 20480,
+    steps: int = 60,
+    joint: int = 24,
+    rounds: int = 2,
+    max_ppl_ratio: float | None = None,
+    lora: int = 0,
+    seed: int = 0,
+    measures: Measures | None = None,
+    work: str | Path | None = None,
+    quiet: bool = True,
+) -> tuple[PreTrainedModel, Receipt]:
+    """Replace the heads that `plan` does not keep; the converted model, which shares the original's weights.
+
+    `tokens` of calibration in passages of `context`; `steps` of fitting a layer, `joint` of fitting all together,
+    `rounds` of trading kept heads. `max_ppl_ratio` looks for the smallest keep set instead of the plan's. A `work`
+    folder keeps finished pieces, from which the same call goes on after it was killed. The original is not changed.
+    """
+    text = text if text is None or isinstance(text, str) else list(text)
+    plan.check(model)
+    replacement, alone = choose_replacement(plan.replacement, mechanism=mechanism, window=window, sinks=sinks)
+    _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio)
+    shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
+    _check_obstacles(plan, shapes)
+    built = {shape.layer: build(shape, replacement, alone) for shape in shapes}
+    options = {
+        "mechanism": alone or replacement.feature_map,
+        "window": 0 if alone else replacement.window,
+        "sinks": 0 if alone else replacement.sinks,
+        "context": context,
+        "tokens": tokens,
+        "steps": steps,
+        "joint": joint,
+        "rounds": rounds,
+        "max_ppl_ratio": max_ppl_ratio,
+        "lora": lora,
+        "seed": seed,
+    }
+    key = options | {"plan": plan.model_dump_json(), "text": text, "threads": torch.get_num_threads()}
+    run = _Run(
+        model, tokenizer, plan, text, options, {i: m for i, (m, _) in built.items()}, Work(_path(work), key), quiet
+    )
+    keep = run.fit_and_choose()
+    converted = run.join(keep)
+    base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
+    final = plan.model_copy(update={"keep": tuple(sorted(keep)), "replacement": replacement})
+    record = describe(converted, {i: o for i, (_, o) in built.items()}, final, base, lora)
+    mark(converted, record)
+    receipt = run.receipt(converted, keep, measures or Measures())
+    run.work.clear()
+    return converted, receipt
+
+
+class _Run:
+    """One conversion under way: what its stages share."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        plan: Plan,
+        text: str | list[str] | None,
+        options: dict[str, Any],
+        mechanisms: dict[int, Mechanism],
+        work: Work,
+        quiet: bool,
+    ):
+        self.model, self.tokenizer, self.plan, self.text = model, tokenizer, plan, text
+        self.options, self.mechanisms, self.work, self.quiet = options, mechanisms, work, quiet
+        self.labels = model.get_output_embeddings() is not None
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        self.errors: Tensor | None = None
+        self.joined: dict[str, float] = {}
+        self.tokens = self._calibrate()
+        self.heldout = 3 if len(self.tokens) >= 6 else 1
+
+    @contextmanager
+    def _stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        start = time.monotonic()
+        with progress(name, total, quiet=self.quiet) as advance:
+            yield advance
+        self.seconds[name] = round(time.monotonic() - start, 1)
+
+    def _calibrate(self) -> Int[Tensor, "count context"]:
+        context, seed = self.options["context"], self.options["seed"]
+        shares = Shares.of(self.options["tokens"] // context, generative=self.labels)
+        with self._stage("calibration text", 1):
+            done = self.work.piece("tokens")
+            if done is not None:
+                return done["tokens"]
+            found = calibration(self.model, self.tokenizer, self.text, shares, context=context, seed=seed)
+            self.work.keep("tokens", {"tokens": found})
+            return found
+
+    def fit_and_choose(self) -> Keep:
+        o = self.options
+        fit = FitOptions(steps=o["steps"], check=max(1, o["steps"] // 3), heldout=self.heldout, seed=o["seed"])
+        with self._stage("fitting layers", len(self.mechanisms)) as advance:
+            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.work, advance)
+        done = self.work.piece("keep")
+        if done is not None:
+            return frozenset((layer, head) for layer, head in done["keep"].tolist())
+        with self._stage("choosing heads", o["rounds"]) as advance:
+            keep = self._smallest() if o["max_ppl_ratio"] is not None else self._planned()
+            keep = refine(
+                self.model,
+                self.mechanisms,
+                keep,
+                self.tokens[-self.heldout :],
+                rounds=o["rounds"] if 0 < len(keep) < self._heads() else 0,
+                grouped=self.plan.granularity == "group",
+                advance=advance,
+            )
+        self.work.keep("keep", {"keep": torch.tensor(sorted(keep), dtype=torch.long).reshape(-1, 2)})
+        return keep
+
+    def _planned(self) -> Keep:
+        return frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
+
+    def _heads(self) -> int:
+        return sum(m.heads for m in self.mechanisms.values())
+
+    def _smallest(self) -> Keep:
+        """Bisection over the number of kept heads, ordered by what each is worth when all are replaced."""
+        target = self.options["max_ppl_ratio"]
+        judged = passages(self.tokenizer, self.text, context=self.options["context"], count=2, split="heldout")
+        scores = worth(self.model, self.mechanisms, frozenset(), self.tokens[-self.heldout :])
+        grouped = self.plan.granularity == "group"
+        low, high, best = 0, self._heads(), frozenset(scores)
+        ratio = 1.0
+        while low < high:
+            middle = (low + high) // 2
+            keep = best_of(scores, middle, self.mechanisms, grouped=grouped)
+            pair = {ORIGINAL: self.model, CONVERTED: convert(self.model, self.mechanisms, keep)}
+            found = on_text(pair, judged, labels=True)[CONVERTED].perplexity_ratio or 1.0
+            if found <= target:
+                high, best, ratio = middle, keep, found
+            else:
+                low = middle + 1
+        if ratio > target:
+            self.notes.append(
+                f"No keep set reaches a perplexity ratio of {target}: even all {self._heads()} heads kept give 1.000"
+            )
+        return best
+
+    def join(self, keep: Keep) -> PreTrainedModel:
+        o = self.options
+        converted = convert(self.model, self.mechanisms, keep)
+        if o["lora"]:
+            add_lora(converted, o["lora"], seed=o["seed"])
+        if not o["joint"] or not mixed_heads(converted):
+            return converted
+        with self._stage("fitting jointly", o["joint"]) as advance:
+            before, after = fit_jointly(
+                self.model,
+                converted,
+                self.tokens,
+                steps=o["joint"],
+                rate=JOINT_RATE,
+                heldout=self.heldout,
+                seed=o["seed"],
+                work=self.work,
+                advance=advance,
+            )
+        self.joined = {"before": before, "after": after}
+        return converted
+
+    def receipt(self, converted: PreTrainedModel, keep: Keep, measures: Measures) -> Receipt:
+        with self._stage("measuring", 1):
+            quality, speed = evaluate(
+                self.model, converted, self.tokenizer, self.text, measures, context=self.options["context"]
+            )
+        part = next(iter(self.mechanisms.values()))
+        group = part.heads // part.kv_heads
+        replaced = [
+            float(self.errors[i, h])
+            for i, (layer, m) in enumerate(self.mechanisms.items())
+            for h in range(m.heads)
+            if self.errors is not None and (layer, h) not in keep
+        ]
+        facts = self.plan.model
+        whole = {(layer, head // group) for layer, head in keep}
+        skipped = facts.layers - len(self.mechanisms)
+        made = Receipt(
+            model=facts.name,
+            mechanism=self.options["mechanism"],
+            heads=facts.layers * facts.heads,
+            kept=len(keep) + skipped * facts.heads,
+            groups=facts.layers * facts.kv_heads,
+            kept_groups=len(whole) + skipped * facts.kv_heads,
+            keep=sorted(keep),
+            options=self.options,
+            quality=quality,
+            speed=speed,
+            fit_error=_summary(replaced),
+            joint=self.joined,
+            seconds=self.seconds,
+            notes=self.notes,
+            provenance=provenance(seed=self.options["seed"], model=facts.name),
+        )
+        return made.model_copy(update={"notes": [*made.notes, *made.shortcomings()]})
+
+
+def _summary(errors: list[float]) -> dict[str, float]:
+    if not errors:
+        return {}
+    values = torch.tensor(errors)
+    return {"median": float(values.median()), "worst": float(values.max())}
+
+
+def _path(work: str | Path | None) -> Path | None:
+    return None if work is None else Path(work)
+
+
+def _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio) -> None:
+    for label, value, least in (
+        ("context", context, 16),
+        ("steps", steps, 0),
+        ("joint", joint, 0),
+        ("rounds", rounds, 0),
+        ("lora", lora, 0),
+        ("tokens", tokens, 2 * context),
+    ):
+        if value < least:
+            raise AttngapError(f"{label} must be at least {least}, got {value}")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and context > limit:
+        raise AttngapError(f"context {context} is beyond the model's {limit} positions. Give at most {limit}")
+    if max_ppl_ratio is not None:
+        if model.get_output_embeddings() is None:
+            raise AttngapError("max_ppl_ratio needs a language model; an encoder has no perplexity. Give a plan")
+        if not max_ppl_ratio > 0:
+            raise AttngapError(f"max_ppl_ratio must be positive, such as 1.02, got {max_ppl_ratio}")
+
+
+def _check_obstacles(plan: Plan, shapes: list[LayerShape]) -> None:
+    """A head that cannot be replaced must be kept by the plan."""
+    able = {shape.layer for shape in shapes}
+    for layer, head in plan.replaced():
+        if layer not in able:
+            raise AttngapError(
+                f"The plan replaces head {layer}.{head}, but that layer has a sliding window or a position bias of its "
+                "own and stays softmax. Keep its heads"
+            )

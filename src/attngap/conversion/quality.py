@@ -1,0 +1,138 @@
+"""How good a model still is: perplexity and divergence on text, and recall, which perplexity hardly shows."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Int
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attngap.conversion.joint import divergence, outputs
+from attngap.models.texts import passages, special_tokens, stress
+
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DIGITS = 5
+
+
+class Quality(BaseModel):
+    """One model's figures. An encoder has no perplexity: its divergence is the relative squared error of its states."""
+
+    model_config = ConfigDict(extra="forbid")
+    perplexity: float | None = None
+    perplexity_ratio: float | None = None  # to the original's
+    divergence: float = 0.0  # KL to the original, nats a token
+    induction: float | None = None  # share of a repeated random sequence predicted
+    needle: float | None = None  # share of the digits of a hidden number recalled
+    needle_by_place: dict[str, float] = {}  # "length@depth"
+
+
+@torch.no_grad()
+def on_text(
+    models: Mapping[str, PreTrainedModel], tokens: Int[Tensor, "count context"], *, labels: bool
+) -> dict[str, Quality]:
+    """Perplexity and divergence of each model; the first is the original."""
+    names = list(models)
+    loss, apart = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for passage in tokens[:, None]:
+        teacher: Tensor | None = None
+        for name, model in models.items():
+            out = outputs(model, passage)
+            if teacher is None:
+                teacher = out
+            else:
+                apart[name] += float(divergence(out, teacher, labels=labels)) / len(tokens)
+            if labels:
+                loss[name] += float(F.cross_entropy(out[0, :-1].float(), passage[0, 1:])) / len(tokens)
+    if not labels:
+        return {name: Quality(divergence=apart[name]) for name in names}
+    return {
+        name: Quality(
+            perplexity=math.exp(loss[name]),
+            perplexity_ratio=math.exp(loss[name] - loss[names[0]]),
+            divergence=apart[name],
+        )
+        for name in names
+    }
+
+
+@torch.no_grad()
+def induction(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, context: int, trials: int, seed: int
+) -> float:
+    """Share of the second half of a repeated random sequence that is predicted."""
+    right = total = 0
+    for trial in range(trials):
+        tokens, period = stress(tokenizer, context=context, seed=seed + 7919 * (trial + 1), period=context // 2 - 1)
+        guess = outputs(model, tokens)[0, :-1].argmax(-1)
+        second = slice(tokens.shape[1] - period, None)  # predicted from the token before
+        right += int((guess[tokens.shape[1] - period - 1 :] == tokens[0, second]).sum())
+        total += period
+    return right / total
+
+
+@torch.no_grad()
+def needle(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    *,
+    lengths: Sequence[int],
+    trials: int,
+    seed: int,
+) -> dict[str, float]:
+    """Share of a hidden number's digits recalled, by length and depth; each digit is given once it was guessed."""
+    found = {}
+    for length in lengths:
+        hay = passages(tokenizer, text, context=length, count=trials, seed=seed, split="heldout")
+        for depth in DEPTHS:
+            hits = [
+                _recalled(model, *hide(tokenizer, straw, depth, seed=seed + trial)) for trial, straw in enumerate(hay)
+            ]
+            found[f"{length}@{depth:.1f}"] = sum(hits) / len(hits)
+    return found
+
+
+def hide(
+    tokenizer: PreTrainedTokenizerBase, hay: Int[Tensor, " length"], depth: float, *, seed: int
+) -> tuple[Int[Tensor, "1 t"], int]:
+    """Tokens that state a number at `depth` and end by repeating it; how many of the last tokens are the number."""
+    digits = torch.randint(10, (DIGITS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    number = tokenizer("".join(map(str, digits)), add_special_tokens=False).input_ids
+    state = tokenizer("\n\nRemember: the secret number is", add_special_tokens=False).input_ids
+    ask = tokenizer("\n\nQuestion: what is the secret number? The secret number is", add_special_tokens=False).input_ids
+    space = tokenizer(" ", add_special_tokens=False).input_ids
+    dot = tokenizer(".\n\n", add_special_tokens=False).input_ids
+    inserted = [*state, *space, *number, *dot]
+    asked = [*ask, *space, *number]
+    prefix, _ = special_tokens(tokenizer)
+    body = hay.tolist()[len(prefix) : len(hay) - len(inserted) - len(asked)]
+    cut = int(len(body) * depth)
+    whole = [*prefix, *body[:cut], *inserted, *body[cut:], *asked]
+    return torch.tensor([whole]), len(number)
+
+
+def _recalled(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) -> float:
+    guess = outputs(model, tokens)[0, -count - 1 : -1].argmax(-1)
+    return float((guess == tokens[0, -count:]).float().mean())
+
+
+def recall(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    found: dict[str, Quality],
+    *,
+    context: int,
+    lengths: Sequence[int],
+    trials: int,
+    seed: int,
+) -> None:
+    """Add induction and needle figures to each model's quality."""
+    for name, model in models.items():
+        quality = found[name]
+        quality.induction = induction(model, tokenizer, context=context, trials=trials, seed=seed)
+        quality.needle_by_place = needle(model, tokenizer, text, lengths=lengths, trials=trials, seed=seed)
+        quality.needle = sum(quality.needle_by_place.values()) / len(quality.needle_by_place)

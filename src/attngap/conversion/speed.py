@@ -1,0 +1,82 @@
+"""Tokens a second and cache memory, the original and the converted model in the same run."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from transformers import DynamicCache, PreTrainedModel
+
+from attngap.models.cache import MixedLayer, cache_bytes
+
+DECODED = 12  # tokens timed, of which the median counts
+PROMPT = 160  # longer than a window, so that the state is in use
+
+
+class Speed(BaseModel):
+    """One model at one context. Prefill is None where it was not run: it takes minutes at long contexts on a CPU."""
+
+    model_config = ConfigDict(extra="forbid")
+    context: int
+    prefill: float | None  # tokens a second
+    decode: float  # tokens a second
+    cache_bytes: int
+
+
+def speeds(
+    models: Mapping[str, PreTrainedModel], contexts: Sequence[int], *, prefill_up_to: int
+) -> dict[str, list[Speed]]:
+    """Every model at every context it can reach, one after the other at each context so that they share conditions."""
+    found: dict[str, list[Speed]] = {name: [] for name in models}
+    for context in contexts:
+        for name, model in models.items():
+            if context <= reach(model):
+                found[name].append(speed(model, context, prefill=context <= prefill_up_to))
+    return found
+
+
+def reach(model: PreTrainedModel) -> int:
+    """The longest context the model can take at all: rotary positions go on, learned ones end."""
+    config: Any = model.config.get_text_config()
+    learned = getattr(config, "rope_parameters", None) is None
+    return getattr(config, "max_position_embeddings", 2**31) - DECODED if learned else 2**31
+
+
+@torch.no_grad()
+def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
+    """Decoding is timed on a cache whose older keys are random numbers: its speed does not depend on what they are."""
+    rate = None
+    if prefill:
+        tokens = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+        start = time.perf_counter()
+        model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        rate = context / (time.perf_counter() - start)
+    cache = filled(model, context)
+    held = cache_bytes(cache)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    times = []
+    for i in range(DECODED):
+        start = time.perf_counter()
+        model(token, past_key_values=cache, use_cache=True, position_ids=torch.tensor([[context + i]]))
+        times.append(time.perf_counter() - start)
+    return Speed(context=context, prefill=rate, decode=1 / statistics.median(times), cache_bytes=held)
+
+
+def filled(model: PreTrainedModel, context: int) -> DynamicCache:
+    """A cache of `context` tokens: a short prompt for real, the rest random keys and values."""
+    cache = DynamicCache(config=model.config)
+    model(torch.zeros(1, min(PROMPT, context), dtype=torch.long), past_key_values=cache, use_cache=True)
+    generator = torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        held: Any = layer
+        more = context - held.get_seq_length()
+        for name in ("keys", "values"):
+            x = getattr(held, name)
+            new = torch.randn(*x.shape[:2], more, x.shape[3], generator=generator).to(x)
+            setattr(held, name, torch.cat((x, new), 2))
+        if isinstance(layer, MixedLayer):
+            layer.seen += more
+            layer.count = layer.count + more
+    return cache
