@@ -12,6 +12,7 @@ def follow(runs: Any, sweep: str | None, every: float = EVERY_SECONDS) -> None:
     """One line a sweep, refreshed until nothing is left to do; elsewhere than in a terminal a line for every change."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     console = Console(stderr=True)
     if not (found := runs.progress()):
@@ -24,8 +25,8 @@ def follow(runs: Any, sweep: str | None, every: float = EVERY_SECONDS) -> None:
             shown = [each for each in runs.progress() if sweep in (None, each.sweep)]
             if shown != last:
                 last = shown
-                text = "\n".join(_line(each) for each in shown)
-                live.update(text, refresh=True) if console.is_terminal else console.print(text, highlight=False)
+                text = Text("\n".join(_line(each) for each in shown))  # its brackets are no markup
+                live.update(text, refresh=True) if console.is_terminal else console.print(text)
             if not any(each.left for each in shown):
                 return
             time.sleep(every)

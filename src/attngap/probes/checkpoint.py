@@ -20,7 +20,6 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     finished: bool = False
-    solved: bool = False
     diverged: bool = False
     curve: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
 
@@ -43,7 +42,7 @@ def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) 
         return None
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        progress = Progress(**json.loads(file.metadata()["progress"]))
+        saved = json.loads(file.metadata()["progress"])
     try:
         model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
     except RuntimeError as error:
@@ -55,5 +54,4 @@ def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) 
             index, _, entry = rest.partition(".")
             states.setdefault(int(index), {})[entry] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-    progress.curve = [(int(step), loss, score) for step, loss, score in progress.curve]
-    return progress
+    return Progress(**{**saved, "curve": [tuple(entry) for entry in saved["curve"]]})

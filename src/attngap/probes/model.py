@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -19,13 +18,13 @@ POSITIONS = ("none", "learned", "rotary")
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """Sizes of the decoder. Values are width / heads wide, queries and keys `head_dim`, or like the values when it is 0."""
+    """Sizes of the decoder. Values are width / heads wide; queries and keys `head_dim`, or like values when it is 0."""
 
     width: int = 64
     heads: int = 2
     layers: int = 2
     head_dim: int = 0
-    positions: Literal["none", "learned", "rotary"] = "none"
+    positions: str = "none"  # or "learned", or "rotary" on queries and keys
     conv: int = 3  # taps of the short convolution before the projections, for every mechanism alike; 0 for none
     mlp: int = 0  # hidden width over width; 0 for none
     output_norm: bool = True  # each head's output to unit mean square before the last projection
@@ -145,7 +144,8 @@ class Layer(nn.Module):
         q, k, v = (part.unflatten(-1, (self.options.heads, -1)).transpose(1, 2) for part in self._split(y))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        _, mixed = self.mechanism(y if self.mechanism.gated else None, q, k, v)  # (b, h, t, dv)
+        x_of_gates = y.to(q.dtype) if self.mechanism.gated else None  # autocast leaves y in float32
+        _, mixed = self.mechanism(x_of_gates, q, k, v)  # (b, h, t, dv)
         mixed = mixed.transpose(1, 2)  # (b, t, h, dv)
         if where is not None:
             x, mixed = _pick(x, where), _pick(mixed, where)

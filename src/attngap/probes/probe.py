@@ -23,8 +23,6 @@ from attngap.probes.zero_shot import zero_shot
 from attngap.provenance import provenance
 from attngap.store import Record, Runs, spec_key
 
-Mixer = str | Mechanism | Callable[..., Mechanism]
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -106,7 +104,7 @@ def _stored(specs: list[dict[str, Any]], db: str | Path | None, workers: int, ra
         return finished(specs, runs)
 
 
-def _train_object(spec: dict[str, Any], mechanism: Mixer) -> Record:
+def _train_object(spec: dict[str, Any], mechanism: Any) -> Record:
     """The same run with somebody's own object: its numbers cannot be named by a hash, so they are not stored."""
     task = make_task(spec["task"], **spec["task_options"])
     options = TrainOptions(**spec["train"])

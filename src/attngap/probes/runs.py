@@ -96,7 +96,7 @@ def run_all(
     runs.begin(sweep, specs)
     missing = [dict(spec) for spec in runs.missing(specs)]
     # Alone, a run may use every core; side by side they share them; on a cluster a job is promised one.
-    threads = 1 if ray is not None else max(1, torch.get_num_threads() // workers)
+    threads = 1 if ray is not None else max(1, torch.get_num_threads() // max(1, workers))
     jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
     for outcome in engine.run(execute, jobs, workers=workers, ray=ray, retries=retries):
         spec = missing[outcome.index]

@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +36,7 @@ class TrainOptions:
     validation: int = 256  # sequences, for early stop and for choosing the learning rate
     test: int = 1024  # sequences, looked at once
     stop_at_solved: bool = True
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: str = "float32"  # or "bfloat16": products in it, weights and sums in float32
 
     def __post_init__(self) -> None:
         for label in ("steps", "batch", "evaluate_every", "validation", "test"):
@@ -80,53 +83,97 @@ def train(
 
     Step s always sees the same sequences, so a resumed run equals one that was never stopped.
     """
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=options.weight_decay, fused=True
-    )
-    progress = checkpoint.load(checkpoints, model, optimizer) or checkpoint.Progress()
-    validation = task.sample(options.validation, stream("validation", 0), "validation")
-    block: Batch | None = None
-    total, since = torch.zeros(()), 0
-    start = time.perf_counter()
-    for step in range(progress.step, options.steps):
-        if progress.finished:
-            break
-        index, offset = divmod(step, BLOCK)
-        if block is None or offset == 0:
-            block = task.sample(options.batch * BLOCK, stream("train", seed, index), "train")
-        batch = block[offset * options.batch : (offset + 1) * options.batch]
-        total += _step(model, task, batch, optimizer, options, learning_rate * options.rate(step))
-        since += 1
-        last = step + 1 == options.steps
-        if last or (step + 1) % options.evaluate_every == 0:
-            loss, score = total.item() / since, evaluate(model, task, validation, options)
-            total, since = torch.zeros(()), 0
-            progress.step = step + 1
-            progress.diverged = not (math.isfinite(loss) and math.isfinite(score))
-            if not progress.diverged:
-                progress.curve.append((step + 1, loss, score))
-            progress.solved = task.solved(score)
-            progress.finished = last or progress.diverged or (options.stop_at_solved and progress.solved)
-            progress.seconds += time.perf_counter() - start
-            checkpoint.save(checkpoints, model, optimizer, progress)
-            start = time.perf_counter()
+    return Trainer(model, task, options, learning_rate, seed).run(checkpoints, report)
+
+
+class Trainer:
+    """One run: the optimizer, the data of the current block, and how far it is."""
+
+    def __init__(self, model: Decoder, task: Task, options: TrainOptions, learning_rate: float, seed: int):
+        if options.dtype == "bfloat16" and not bfloat16_works():
+            raise AttngapError(
+                "train: products in bfloat16 crash this machine's torch. Use dtype float32, or set the environment "
+                "variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before Python starts"
+            )
+        self.model, self.task, self.options = model, task, options
+        self.learning_rate, self.seed = learning_rate, seed
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=options.weight_decay, fused=True
+        )
+        self.progress = checkpoint.Progress()
+        self.block: tuple[int, Batch] | None = None
+
+    def run(self, checkpoints: Path | None = None, report: Report | None = None) -> Trained:
+        self.progress = checkpoint.load(checkpoints, self.model, self.optimizer) or self.progress
+        held_out = self.task.sample(self.options.validation, stream("validation", 0), "validation")
+        losses: list[float] = []
+        start = time.perf_counter()
+        while not self.progress.finished:
+            losses.append(self.step(self.progress.step))
+            self.progress.step += 1
+            diverged = not math.isfinite(losses[-1])
+            last = diverged or self.progress.step == self.options.steps
+            if not last and self.progress.step % self.options.evaluate_every:
+                continue
+            score = math.nan if diverged else evaluate(self.model, self.task, held_out, self.options)
+            self.progress.seconds += time.perf_counter() - start
+            self._record(sum(losses) / len(losses), score, last)
+            checkpoint.save(checkpoints, self.model, self.optimizer, self.progress)
             if report is not None:
-                report(step + 1, loss, score)
-    return _result(model, task, options, progress)
+                report(self.progress.step, losses[-1], None if diverged else score)
+            losses, start = [], time.perf_counter()
+        return self._result()
 
+    def step(self, step: int) -> float:
+        """One update; returns its loss, not finite when the numbers have run away."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * self.options.rate(step)
+        batch = self.batch(step)
+        try:
+            with _precision(self.options):
+                loss = loss_of(self.task, self.model(batch.inputs, batch.where), batch)
+        except AttngapError:
+            if step == 0:
+                raise
+            return math.nan  # sizes fitted at the first step: only NaN or infinity can be refused now
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
+        self.optimizer.step()
+        return loss.item()
 
-def _step(
-    model: Decoder, task: Task, batch: Batch, optimizer: torch.optim.Optimizer, options: TrainOptions, rate: float
-) -> Tensor:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    with _precision(options):
-        loss = loss_of(task, model(batch.inputs, batch.where), batch)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-    optimizer.step()
-    return loss.detach()
+    def batch(self, step: int) -> Batch:
+        """The sequences of a step, drawn with those of its neighbors."""
+        index, offset = divmod(step, BLOCK)
+        if self.block is None or self.block[0] != index:
+            count = self.options.batch * BLOCK
+            self.block = index, self.task.sample(count, stream("train", self.seed, index), "train")
+        return self.block[1][offset * self.options.batch : (offset + 1) * self.options.batch]
+
+    def _record(self, loss: float, score: float, last: bool) -> None:
+        self.progress.diverged = not (math.isfinite(loss) and math.isfinite(score))
+        if not self.progress.diverged:
+            self.progress.curve.append((self.progress.step, loss, score))
+        solved = self.options.stop_at_solved and self.task.solved(score)
+        self.progress.finished = last or self.progress.diverged or solved
+
+    def _result(self) -> Trained:
+        progress, task, options = self.progress, self.task, self.options
+        score = None
+        if not progress.diverged:
+            score = evaluate(self.model, task, task.sample(options.test, stream("test", 0), "test"), options)
+        _, loss, validation = progress.curve[-1] if progress.curve else (0, None, None)
+        return Trained(
+            score=score,
+            validation=validation,
+            loss=loss,
+            steps=progress.step,
+            solved=score is not None and task.solved(score),
+            seconds=progress.seconds,
+            tokens_per_second=progress.step * options.batch * task.tokens / max(progress.seconds, 1e-9),
+            curve=progress.curve,
+        )
 
 
 def loss_of(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
@@ -154,18 +201,8 @@ def _precision(options: TrainOptions) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def _result(model: Decoder, task: Task, options: TrainOptions, progress: checkpoint.Progress) -> Trained:
-    score = None
-    if not progress.diverged:
-        score = evaluate(model, task, task.sample(options.test, stream("test", 0), "test"), options)
-    _, loss, validation = progress.curve[-1] if progress.curve else (0, None, None)
-    return Trained(
-        score=score,
-        validation=validation,
-        loss=loss,
-        steps=progress.step,
-        solved=score is not None and task.solved(score),
-        seconds=progress.seconds,
-        tokens_per_second=progress.step * options.batch * task.tokens / max(progress.seconds, 1e-9),
-        curve=progress.curve,
-    )
+@functools.cache
+def bfloat16_works() -> bool:
+    """Tried in a process of its own: where the processor offers AMX and the system forbids it, it dies of it."""
+    script = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
