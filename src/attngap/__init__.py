@@ -4,6 +4,8 @@ import importlib
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from attngap import autoload
+
 __version__ = _version("attngap")
 __all__ = ["catalogue", "diagnose", "linearize", "load", "mechanism", "ops", "probe", "save", "theory"]
 
@@ -39,3 +41,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+autoload.install()

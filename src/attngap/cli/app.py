@@ -5,6 +5,9 @@ from typing import Annotated
 import typer
 
 from attngap.cli.diagnose import diagnose
+from attngap.cli.eval import evaluate
+from attngap.cli.generate import generate
+from attngap.cli.linearize import linearize
 from attngap.cli.mechanisms import mechanisms
 from attngap.cli.plan import plan
 from attngap.cli.probe import probe
@@ -40,6 +43,9 @@ def root(
 app.command()(mechanisms)
 app.command()(diagnose)
 app.command()(plan)
+app.command()(linearize)
+app.command()(generate)
+app.command("eval")(evaluate)
 app.add_typer(probe, name="probe")
 app.command()(report)
 app.command()(serve)

@@ -131,22 +131,9 @@ def load_converted(
     directory: str | Path, *, base: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The converted model and its tokenizer. `base` says where the base model is now, if it has moved."""
-    from attngap.models.load import load  # which opens converted folders through this function
-
     folder = Path(directory)
     conversion = read_record(folder)
-    source = base or (str(folder / BASE) if conversion.base.name == BASE else conversion.base.name)
-    try:
-        original, tokenizer = load(source)
-    except AttngapError as error:
-        name = conversion.base.name
-        raise AttngapError(f"'{folder}' is an adapter of {name!r}, which did not load. {error}") from error
-    found = weights_hash(original)
-    if found != conversion.base.sha256:
-        raise AttngapError(
-            f"'{folder}' was made from other weights than {source!r} has: sha256 {conversion.base.sha256[:12]}... "
-            f"expected, {found[:12]}... found. Give the base model it was made from"
-        )
+    original, tokenizer = load_base(folder, conversion, base)
     converted = assemble(original, conversion)
     try:
         weights = load_file(folder / WEIGHTS)
@@ -160,6 +147,27 @@ def load_converted(
     if dtype is not None:
         converted.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     return converted.eval(), tokenizer
+
+
+def load_base(
+    folder: Path, conversion: Conversion, base: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model a folder was converted from, its weights checked against the hash."""
+    from attngap.models.load import load  # which opens converted folders through `load_converted`
+
+    name = conversion.base.name
+    source = base or (str(folder / BASE) if name == BASE else name)
+    try:
+        original, tokenizer = load(source)
+    except AttngapError as error:
+        raise AttngapError(f"'{folder}' is an adapter of {name!r}, which did not load. {error}") from error
+    found = weights_hash(original)
+    if found != conversion.base.sha256:
+        raise AttngapError(
+            f"'{folder}' was made from other weights than {source!r} has: sha256 {conversion.base.sha256[:12]}... "
+            f"expected, {found[:12]}... found. Give the base model it was made from"
+        )
+    return original, tokenizer
 
 
 def read_record(folder: Path) -> Conversion:

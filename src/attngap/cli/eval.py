@@ -1,0 +1,117 @@
+"""`attngap eval`: measure a converted model again, at length, or on tasks of lm-evaluation-harness."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attngap.errors import AttngapError
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(help="Folder written by `attngap linearize`.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Text to evaluate on; repeat it.")] = None,
+    passages: Annotated[int, typer.Option(help="Passages of held-out text.")] = 4,
+    trials: Annotated[int, typer.Option(help="Induction sequences, and needles a place.")] = 2,
+    contexts: Annotated[str, typer.Option(help="For speed and memory.")] = "1024,4096,8192,16384",
+    prefill_up_to: Annotated[int, typer.Option(help="Longest prompt to time; minutes on a CPU at 16k.")] = 4096,
+    lm_eval: Annotated[str | None, typer.Option(help="A task of lm-evaluation-harness, or its .yaml.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples a task, for --lm-eval.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Measure quality, recall, speed and memory beside the original and the baselines, and update the receipt.
+
+    Examples: attngap eval fast --text speech.txt, attngap eval fast --lm-eval task.yaml --limit 100
+    """
+    if not (directory / "attngap.json").exists():
+        raise AttngapError(f"No converted model in '{directory}'. Write one: attngap linearize MODEL -o {directory}")
+    if lm_eval is not None:
+        harness(directory, lm_eval, limit, as_json)
+        return
+    from attngap.cli.linearize import show
+    from attngap.conversion.evaluate import Measures
+    from attngap.conversion.evaluate import evaluate as run
+    from attngap.conversion.receipt import Receipt
+    from attngap.models.load import load
+    from attngap.models.save import load_base, read_record
+    from attngap.models.texts import read
+
+    receipt = Receipt.load(directory)
+    measures = Measures(
+        passages=passages,
+        trials=trials,
+        contexts=parse_contexts(contexts),
+        prefill_up_to=prefill_up_to,
+        text=read(text) if text else None,
+    )
+    original, tokenizer = load_base(directory, read_record(directory))
+    converted, _ = load(directory)
+    quality, speed = run(original, converted, tokenizer, None, measures, context=receipt.options["context"])
+    updated = receipt.model_copy(update={"quality": quality, "speed": speed, "notes": []})
+    updated = updated.model_copy(update={"notes": updated.shortcomings()})
+    updated.save(directory)
+    if as_json:
+        print(updated.model_dump_json(by_alias=True))
+    else:
+        show(updated, directory)
+
+
+def parse_contexts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise AttngapError(f"--contexts takes whole numbers with commas between, got {text!r}") from None
+
+
+def harness(directory: Path, task: str, limit: int | None, as_json: bool) -> None:
+    """Original and converted model on one task, side by side."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise AttngapError("--lm-eval needs lm-evaluation-harness. Run: pip install lm-eval")
+    from attngap.models.load import load
+    from attngap.models.save import load_base, read_record
+
+    original, tokenizer = load_base(directory, read_record(directory))
+    converted, _ = load(directory)
+    found = {name: _run(model, tokenizer, task, limit) for name, model in _pair(original, converted)}
+    if as_json:
+        import json
+
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"lm-evaluation-harness: {task}")
+    for name in ("metric", "original", "converted"):
+        table.add_column(name)
+    for metric, value in found["original"].items():
+        table.add_row(metric, f"{value:.4f}", f"{found['converted'].get(metric, float('nan')):.4f}")
+    Console().print(table)
+
+
+def _pair(original: Any, converted: Any) -> list[tuple[str, Any]]:
+    return [("original", original), ("converted", converted)]
+
+
+def _run(model: Any, tokenizer: Any, task: str, limit: int | None) -> dict[str, float]:
+    """The task's numbers; a .yaml file is a task of its own, with its data wherever it says, offline included."""
+    lm_eval: Any = importlib.import_module("lm_eval")
+    wrap = importlib.import_module("lm_eval.models.huggingface").HFLM
+    manager_class = importlib.import_module("lm_eval.tasks").TaskManager
+
+    path = Path(task)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.exists():
+            raise AttngapError(f"No task file '{task}'. Give a .yaml file, or a task's name")
+        import yaml
+
+        name = yaml.safe_load(path.read_text(encoding="utf-8"))["task"]
+        manager = manager_class(include_path=str(path.parent))
+    else:
+        name, manager = task, manager_class()
+    results: Any = lm_eval.simple_evaluate(
+        model=wrap(pretrained=model, tokenizer=tokenizer), tasks=[name], limit=limit, task_manager=manager
+    )
+    numbers = results["results"][name]
+    return {key.split(",")[0]: float(value) for key, value in numbers.items() if isinstance(value, int | float)}

@@ -1,0 +1,185 @@
+"""`attngap linearize`: replace the heads that do not need softmax, with a receipt."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attngap.errors import AttngapError
+
+if TYPE_CHECKING:
+    from attngap.conversion.receipt import Receipt
+    from attngap.models.plan import Plan
+
+
+def linearize(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, smollm2 or minilm.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the converted model.")],
+    plan: Annotated[Path | None, typer.Option(help="Written by `attngap plan`.")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of heads to keep; diagnoses first.")] = None,
+    max_ppl_ratio: Annotated[float | None, typer.Option(help="Keep as few heads as this ratio allows.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
+    mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
+    window: Annotated[int | None, typer.Option(help="Last keys kept exact; 0 for none.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First keys kept exact.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20480,
+    steps: Annotated[int, typer.Option(help="Steps of fitting each layer.")] = 60,
+    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 24,
+    rounds: Annotated[int, typer.Option(help="Rounds of trading kept heads.")] = 2,
+    lora: Annotated[int, typer.Option(help="Rank of LoRA; 0 for none.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses passages and order.")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="Write the base model too.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the receipt as JSON on stdout.")] = False,
+) -> None:
+    """Replace the heads that do not need softmax and say what that costs and gains.
+
+    Started again with the same arguments, a killed run goes on where it stopped.
+
+    Examples: attngap linearize smollm2 --keep 0.1 -o fast, attngap linearize smollm2 --plan plan.json -o fast
+    """
+    _check_choice(plan, keep, max_ppl_ratio)
+    check_folder(output, overwrite)
+    from attngap.conversion.linearize import linearize as run
+    from attngap.models.load import load
+    from attngap.models.plan import Plan
+    from attngap.models.texts import read
+
+    documents = read(text) if text else None
+    chosen = None if plan is None else Plan.load(plan)
+    loaded, tokenizer = load(model)
+    if chosen is None:
+        chosen = _diagnosed(loaded, tokenizer, documents, model, keep, context, output, seed)
+    converted, receipt = run(
+        loaded,
+        tokenizer,
+        chosen,
+        documents,
+        mechanism=mechanism,
+        window=window,
+        sinks=sinks,
+        context=context,
+        tokens=tokens,
+        steps=steps,
+        joint=joint,
+        rounds=rounds,
+        max_ppl_ratio=max_ppl_ratio,
+        lora=lora,
+        seed=seed,
+        work=output / "work",
+        quiet=False,
+    )
+    from attngap.conversion.card import model_card
+    from attngap.models.save import record, save
+
+    original = loaded if full else None
+    save(converted, output, tokenizer=tokenizer, original=original, card=model_card(receipt, record(converted)))
+    receipt.save(output)
+    if as_json:
+        print(receipt.model_dump_json(by_alias=True))
+    else:
+        show(receipt, output)
+
+
+def _check_choice(plan: Path | None, keep: float | None, max_ppl_ratio: float | None) -> None:
+    if plan is None and keep is None and max_ppl_ratio is None:
+        raise AttngapError("Say which heads to keep: --plan plan.json, --keep 0.1 or --max-ppl-ratio 1.02")
+    if plan is not None and keep is not None:
+        raise AttngapError("--plan and --keep both say which heads to keep. Give one of them")
+    if keep is not None and not 0 <= keep <= 1:
+        raise AttngapError(f"--keep takes a share from 0 to 1, got {keep}. For a tenth of the heads: --keep 0.1")
+
+
+def check_folder(output: Path, overwrite: bool) -> None:
+    """A folder that holds something else is left alone; one with unfinished work is gone on with."""
+    if (output / "attngap.json").exists() and not overwrite:
+        raise AttngapError(f"'{output}' already holds a converted model. Choose another folder, or pass --overwrite")
+    ours = ("work", "diagnosis", "attngap.json")
+    if output.is_dir() and any(output.iterdir()) and not any((output / name).exists() for name in ours):
+        raise AttngapError(f"'{output}' is not empty and not a converted model. Choose another folder")
+
+
+def _diagnosed(model, tokenizer, documents, name, keep, context, output, seed) -> "Plan":
+    """A short diagnosis, kept in the folder: its damage estimate is what the plan goes by."""
+    from attngap.diagnosis.diagnose import diagnose
+    from attngap.diagnosis.result import Diagnosis
+
+    folder = output / "diagnosis"
+    if (folder / "diagnosis.json").exists():
+        found = Diagnosis.load(folder)
+    else:
+        found = diagnose(
+            model,
+            tokenizer,
+            documents,
+            context=context,
+            passages=2,
+            ranks=(64,),
+            draws=2,
+            seed=seed,
+            directory=folder,
+            name=name,
+            quiet=False,
+        )
+    return found.plan(0.1 if keep is None else keep)
+
+
+def show(receipt: "Receipt", output: Path) -> None:
+    """Quality beside original and baselines, then speed and memory."""
+    from rich.console import Console
+
+    console = Console()
+    share = receipt.kept / receipt.heads
+    console.print(
+        f"{receipt.model}: {receipt.kept} of {receipt.heads} heads keep softmax ({share:.0%}), "
+        f"{receipt.kept_groups} of {receipt.groups} key heads keep their cache",
+        highlight=False,
+    )
+    console.print(quality_table(receipt))
+    if any(receipt.speed.values()):
+        console.print(speed_table(receipt))
+    for note in receipt.notes:
+        console.print(f"Note: {note}", highlight=False)
+    console.print(f"Try it: attngap generate {output} 'Once upon a time'", highlight=False, soft_wrap=True)
+
+
+def quality_table(receipt: "Receipt") -> Any:
+    from rich.table import Table
+
+    table = Table(title="Quality on held-out text")
+    table.add_column("", no_wrap=True)
+    for name in ("perplexity", "ratio", "KL", "induction", "needle"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, found in receipt.quality.items():
+        table.add_row(
+            name,
+            _number(found.perplexity, ".2f"),
+            _number(found.perplexity_ratio, ".4f"),
+            f"{found.divergence:.4f}",
+            _number(found.induction, ".1%"),
+            _number(found.needle, ".1%"),
+        )
+    return table
+
+
+def speed_table(receipt: "Receipt") -> Any:
+    from rich.table import Table
+
+    table = Table(title="Tokens a second and cache, original / converted")
+    for name in ("context", "prefill", "decode", "cache MB", "cache share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before, after = receipt.speed.values()
+    for a, b in zip(before, after, strict=True):
+        table.add_row(
+            str(a.context),
+            f"{_number(a.prefill, '.0f')} / {_number(b.prefill, '.0f')}",
+            f"{a.decode:.1f} / {b.decode:.1f}",
+            f"{a.cache_bytes / 2**20:.1f} / {b.cache_bytes / 2**20:.1f}",
+            f"{b.cache_bytes / a.cache_bytes:.0%}",
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
