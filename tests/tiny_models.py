@@ -46,13 +46,14 @@ FAMILIES = {f.__name__: f for f in (llama, qwen, mistral, gpt2, bert, albert, t5
 
 
 def make(family: str) -> tf.PreTrainedModel:
-    """The family's model with weights large enough that its heads differ from uniform."""
+    """The family's model with weights large enough that its heads differ from uniform (T5's are as they come)."""
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
+    factor = {"gpt2": 8.0, "bert": 8.0, "albert": 8.0, "t5": 0.7}.get(family, 5.0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
-                weight.mul_(8.0 if family in ("gpt2", "bert", "albert") else 5.0)
+                weight.mul_(factor)
     return model
 
 
@@ -76,4 +77,6 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 def inputs(model: tf.PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     found = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
-    return found | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    if model.config.is_encoder_decoder:
+        found |= {f"decoder_{name}": value for name, value in found.items()}
+    return found

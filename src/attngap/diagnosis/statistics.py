@@ -56,6 +56,7 @@ def _block(
     weights = logits.exp()
     z = weights.sum(-1)
     part["log_z"] = z.log()
+    part["others"] = _others(weights, z)
     part["energy"] = torch.linalg.vecdot(weights, logits) / z  # mean of logit - first; a forbidden key has weight 0
     part["sink"] = weights[..., :sinks].sum(-1) / z
     part["near"] = _near(weights, rows, causal, window, sinks) / z
@@ -63,6 +64,15 @@ def _block(
         for name, back in (("previous", 1), ("duplicate", period), ("induction", period - 1)):
             part[name] = _back(weights, rows, back) / z
     return part
+
+
+def _others(weights: Tensor, z: Tensor) -> Tensor:
+    """z - 1, what the top key leaves; in float64 for the few rows where single precision would cancel."""
+    others = z - 1
+    sharp = others < 1e-3
+    if sharp.any():
+        others[sharp] = (weights[sharp].sum(-1, dtype=torch.float64) - 1).to(others)
+    return others
 
 
 def _near(weights: Tensor, rows: slice, causal: bool, window: int, sinks: int) -> Tensor:
@@ -87,8 +97,7 @@ def _back(weights: Tensor, rows: slice, back: int) -> Tensor:
 def _finish(out: dict[str, Tensor], sequence: Sequence) -> Rows:
     n = sequence.readable().to(out["first"])
     top = (-out["log_z"]).exp()
-    others = torch.special.expm1(out["log_z"])  # z - 1: the others' mass when the top key has mass one
-    margin = (n - 1).log() - others.clamp(min=torch.finfo(top.dtype).tiny).log()
+    margin = (n - 1).log() - out["others"].clamp(min=torch.finfo(top.dtype).tiny).log()
     return Rows(
         entropy=torch.where(n > 1, (out["log_z"] - out["energy"]) / n.log(), torch.nan),
         top=top,
