@@ -132,3 +132,76 @@ def runs(path: Path) -> Path:
             }
             database.add(spec, result, PROVENANCE)
     return path
+
+
+def plan(path: Path, layers: int = 4, heads: int = 6, kept: int = 3) -> dict[str, Any]:
+    """Write a plan that keeps the first heads; the content."""
+    total = layers * heads
+    content = {
+        "schema": "attngap.plan/1",
+        "model": {"name": "tiny", **MODEL, "layers": layers, "heads": heads, "kv_heads": heads // 2},
+        "granularity": "head",
+        "keep": [[place // heads, place % heads] for place in range(kept)],
+        "replacement": {"window": 64, "sinks": 4, "feature_map": "hedgehog"},
+        "curve": [
+            {"kept": total - place, "text": 0.0001 * place**2, "recall": 0.0003 * place**2}
+            for place in range(total + 1)
+        ],
+    }
+    path.write_text(json.dumps(content))
+    return content
+
+
+def receipt(folder: Path, kept: int = 3, heads: int = 24) -> dict[str, Any]:
+    """Write receipt.json of a conversion that overtakes its original between 1024 and 4096 tokens; the content."""
+    worse = 1 + 0.2 * (1 - kept / heads) ** 2
+
+    def quality(factor: float) -> dict[str, Any]:
+        return {
+            "perplexity": 12.0 * factor,
+            "perplexity_ratio": factor,
+            "divergence": factor - 1,
+            "induction": 0.8 / factor,
+            "needle": 0.9 / factor,
+            "needle_by_place": {"512@0.1": 1.0 / factor, "512@0.9": 0.8 / factor},
+        }
+
+    def speed(context: int, decode: float, size: int) -> dict[str, Any]:
+        return {"context": context, "prefill": 900.0, "decode": decode, "cache_bytes": size}
+
+    content = {
+        "schema": "attngap.receipt/1",
+        "model": "tiny",
+        "mechanism": "hedgehog",
+        "heads": heads,
+        "kept": kept,
+        "groups": heads // 2,
+        "kept_groups": kept,
+        "keep": [[place // 6, place % 6] for place in range(kept)],
+        "options": {"window": 64, "sinks": 4, "context": 1024},
+        "quality": {
+            "original": quality(1.0),
+            "converted": quality(worse),
+            "sinks + window only": quality(worse + 0.1),
+            "random heads": quality(worse + 0.2),
+        },
+        "speed": {
+            "original": [speed(1024, 20.0, 40_000_000), speed(4096, 5.0, 160_000_000)],
+            "converted": [speed(1024, 10.0, 8_000_000), speed(4096, 10.0, 20_000_000)],
+        },
+        "notes": ["The joint pass was short."],
+        "provenance": PROVENANCE | {"command": "attngap linearize tiny --plan plan.json -o converted"},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "receipt.json").write_text(json.dumps(content))
+    return content
+
+
+def phase(path: Path) -> dict[str, Any]:
+    """Write a coarse phase diagram; the content."""
+    from attngap.theory.phase import phase as compute
+
+    found = compute(n=2**12, d=66, m=20, b=0.5, kernels=("softmax", "linear"), cells=4)
+    content = {"schema": "attngap.phase/1", **found, "provenance": PROVENANCE}
+    path.write_text(json.dumps(content))
+    return content

@@ -119,8 +119,8 @@ def damage_split(heads: Sequence[Row], most: int = 30):
         {"id": head["id"], "part": part, "damage": value, "order": place}
         for place, head in enumerate(worst)
         for part, value in (
-            ("unavoidable at this rank", head["unavoidable"] or 0.0),
-            ("lost by the feature map", max(0.0, (head["damage"] or 0.0) - (head["unavoidable"] or 0.0))),
+            ("unavoidable at this rank", max(0.0, (head["damage"] or 0.0) - (head["lost"] or 0.0))),
+            ("lost by the feature map", head["lost"] or 0.0),
         )
     ]
     colors = alt.Scale(domain=["unavoidable at this rank", "lost by the feature map"], range=[ORANGE, BLUE])
@@ -165,7 +165,12 @@ def selection(heads: Sequence[Row], context: int):
     points = base.mark_circle(size=46, opacity=0.75).encode(
         x=alt.X("n_star:Q", scale=alt.Scale(type="log"), title="n*: stops selecting beyond, tokens (extrapolated)"),
         y=alt.Y("kappa:Q", title=f"selection exponent κ at {context:,} tokens"),
-        color=alt.Color("verdict:N", scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())), title=None),
+        color=alt.Color(
+            "verdict:N",
+            scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())),
+            title=None,
+            legend=alt.Legend(orient="top"),
+        ),
         tooltip=["id:N", "verdict:N", alt.Tooltip("kappa:Q", format=".2f"), alt.Tooltip("n_star:Q", format=",.0f")],
     )
     here = alt.Chart(rows([{"n": context}])).mark_rule(strokeDash=[4, 3]).encode(x="n:Q")

@@ -12,9 +12,15 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
     """
     alt = altair()
     base = alt.Chart(rows(points))
+    few = len({point["mechanism"] for point in points}) <= 10
     x = alt.X("state_floats:Q", scale=alt.Scale(type="log"), title="state, floats a layer after the whole sequence")
     y = alt.Y("score:Q", title=metric, scale=alt.Scale(zero=False))
-    color = alt.Color("mechanism:N", scale=alt.Scale(scheme="tableau20"), title=None)
+    color = alt.Color(
+        "mechanism:N",
+        scale=alt.Scale(scheme="tableau10" if few else "tableau20"),
+        title=None,
+        legend=alt.Legend(orient="top", columns=4),
+    )
     tips = ["mechanism:N", alt.Tooltip("score:Q", format=".3f"), alt.Tooltip("state_floats:Q", format=",")]
     layers = [
         base.mark_rule(strokeWidth=2, opacity=0.6).encode(

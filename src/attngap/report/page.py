@@ -179,6 +179,7 @@ def render(
     *,
     subtitle: str = "",
     answer: Sequence[str] = (),
+    facts: Sequence[Fact] = (),
     live: bool = False,
     scripts: Iterable[str] = (),
 ) -> str:
@@ -195,6 +196,7 @@ def render(
             title=title,
             subtitle=subtitle,
             answer=answer,
+            facts=Facts(facts) if facts else None,
             sections=sections,
             live=live,
             style=_asset("page.css"),
@@ -241,7 +243,7 @@ class Packer:
             return [self._spec(item) for item in node]
         if not isinstance(node, dict):
             return node
-        if isinstance(text := node.get("values"), str):
+        if isinstance(text := node.get("values"), str) and node.get("format") == {"type": "json"}:
             name = "rows-" + hashlib.sha256(text.encode()).hexdigest()[:12]
             self.data[name] = _columnar(json.loads(text))
             return {"name": name}

@@ -31,6 +31,7 @@ function namedIn(node, found = new Set()) {
 async function drawSpec(element, spec) {
   const full = { ...spec, datasets: { ...(spec.datasets || {}) } };
   for (const name of namedIn(spec)) if (datasets[name]) full.datasets[name] = datasets[name];
+  element.classList.toggle("fixed", spec.width !== "container"); // scrolls by itself on a narrow screen
   const { config, ...rest } = full;
   const result = await window.vegaEmbed(element, { ...rest, config: merge(chartLook, config) }, {
     renderer: "svg", actions: false, tooltip: { theme: "custom" },

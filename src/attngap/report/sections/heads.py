@@ -150,7 +150,7 @@ def _measured(columns: tuple[Column, ...], rows: list[Row]) -> list[Column]:
 
 def _damage(result: Result, rows: list[Row], suffix: str) -> Section:
     total = sum(row["damage"] or 0.0 for row in rows)
-    certain = sum(min(row["unavoidable"] or 0.0, row["damage"] or 0.0) for row in rows)
+    certain = total - sum(row["lost"] or 0.0 for row in rows)
     worst = sorted((row["damage"] or 0.0 for row in rows), reverse=True)
     few = max(1, round(len(rows) / 10))
     lead = (

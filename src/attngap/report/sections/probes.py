@@ -33,8 +33,8 @@ def probe_sections(results: Results) -> list[Section]:
     blocks.append(
         Text(["Small models on small tasks: they show where a mechanism falls short, not how a large one does."])
     )
-    mechanisms = len({summary.mechanism for summary in summaries})
-    lead = f"{mechanisms} mechanisms on {len({s.task for s in summaries})} tasks; each model was trained from scratch."
+    tasks, mechanisms = (sorted({getattr(s, name) for s in summaries}) for name in ("task", "mechanism"))
+    lead = f"Small models trained from scratch: {', '.join(mechanisms)} on {', '.join(tasks)}."
     return [Section("probes", "Probes", blocks, lead)]
 
 

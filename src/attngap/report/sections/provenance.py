@@ -37,7 +37,7 @@ def _row(file: str, kind: str, provenance: dict[str, Any]) -> dict[str, Any]:
         "kind": kind,
         "command": provenance.get("command"),
         "seed": provenance.get("seed", provenance.get("seeds")),
-        "time": provenance.get("time"),
+        "time": str(provenance.get("time", ""))[:16].replace("T", " ") or None,
         "versions": ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items()),
         "machine": cores + described,
         "commit": (provenance.get("commit") or "")[:12] or None,
