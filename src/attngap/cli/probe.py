@@ -111,7 +111,20 @@ def sweep(
 ) -> None:
     """Run every combination of a sweep file that the database lacks; stop and start it at will.
 
-    Examples: attngap probe sweep benchmarks/probes.toml --workers 2 | attngap probe sweep FILE --ray auto
+    Examples: attngap probe sweep recall.toml --workers 2 | attngap probe sweep recall.toml --ray auto
+
+    \b
+    A sweep file:
+      name = "recall"
+      [\\[grid]]
+      tasks = ["mqar"]
+      mechanisms = ["softmax", "elu", "polynomial:degree=3"]
+      seeds = 3
+      learning_rates = [1e-3, 4e-3]
+      \\[grid.task]
+      pairs = [4, 8, 16]
+      \\[grid.train]
+      steps = 500
     """
     from attngap.probes.runs import check
     from attngap.probes.sweep import load_sweep

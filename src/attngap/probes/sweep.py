@@ -35,7 +35,7 @@ def load_sweep(path: str | Path) -> tuple[str, list[Spec]]:
     """The name of a sweep and its specs, without repeats, in the order of the file."""
     path = Path(path)
     if not path.is_file():
-        raise AttngapError(f"No sweep file {str(path)!r}. Write one as in docs/probes.md")
+        raise AttngapError(f"No sweep file {str(path)!r}. An example: attngap probe sweep --help")
     try:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
