@@ -2,7 +2,7 @@
 
 All of them answer the same questions. With G_i the running sum of log_decay inside the chunk, and G its total:
 `scores` A_ij = sum_c q_ic k_jc exp(G_ic - G_jc) for j <= i; `read` q_i exp(G_i), what a row sees of the state before
-the chunk; `write` k_j exp(G - G_j), what a key leaves in the state after it; `keep`, the state times exp(G). No
+the chunk; `write` k_j exp(G - G_j), what a key leaves in the state after it; `kept`, exp(G). No
 exponent is ever positive, so nothing overflows however strong the decay is.
 
 Shapes: q (n, group * c, r), the queries of a group of heads after each other; k (n, c, r); log_decay (n, c, 1 or r).
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from attngap.ops.chunks import Scratch
+from attngap.ops.exponent import weight_exp_
 
 
 class NoDecay:
     """A = tril(q k^T)."""
 
     halving = False  # must a chunk's length be a power of two
+    kept: Tensor | None = None  # (n, 1 or r, 1): what the chunk leaves of the state before it; None is all of it
 
     def __init__(self, scratch: Scratch):
         self.scratch = scratch
@@ -38,10 +40,15 @@ class NoDecay:
 
     def weigh(self, scores: Tensor) -> Tensor:
         c = scores.shape[-1]
-        if c not in self.lower:
-            self.lower[c] = torch.ones(c, c, dtype=scores.dtype, device=scores.device).tril_()
-        scores.view(-1, c, c).mul_(self.lower[c])
+        scores.view(-1, c, c).mul_(self.triangle(scores))
         return scores
+
+    def triangle(self, like: Tensor) -> Tensor:
+        """(c, c), ones up to the diagonal."""
+        c = like.shape[-1]
+        if c not in self.lower:
+            self.lower[c] = torch.ones(c, c, dtype=like.dtype, device=like.device).tril_()
+        return self.lower[c]
 
     def read(self, q: Tensor) -> Tensor:
         return q
@@ -49,25 +56,22 @@ class NoDecay:
     def write(self, k: Tensor) -> Tensor:
         return k
 
-    def keep(self, state: Tensor) -> Tensor:
-        return state
-
 
 class ScalarDecay(NoDecay):
     """A = (q k^T) * exp(G_i - G_j): one triangle of factors a head."""
 
     def enter(self, log_decay: Tensor | None) -> None:
         total, dtype = self.begin(log_decay)
-        c = total.shape[1]
-        upper = torch.ones(c, c, dtype=torch.bool, device=total.device).triu_(1)
-        self.between = (total - total.mT).masked_fill_(upper, -torch.inf).to(dtype).exp_()  # (n, c, c)
+        between = weight_exp_((total - total.mT).to(dtype))  # (n, c, c)
+        self.between = between.mul_(self.triangle(between))
 
     def begin(self, log_decay: Tensor | None) -> tuple[Tensor, torch.dtype]:
         assert log_decay is not None
         # In float64: the difference of two large sums must keep the small decays between them.
         total, dtype = log_decay.to(torch.float64).cumsum(1), log_decay.dtype
-        self.from_start = total.to(dtype).exp()
-        self.to_end = (total[:, -1:] - total).to(dtype).exp_()
+        self.from_start = weight_exp_(total.to(dtype, copy=True))
+        self.to_end = weight_exp_((total[:, -1:] - total).to(dtype))
+        self.kept = self.from_start[:, -1:].mT
         return total, dtype
 
     def weigh(self, scores: Tensor) -> Tensor:
@@ -81,9 +85,6 @@ class ScalarDecay(NoDecay):
 
     def write(self, k: Tensor) -> Tensor:
         return k * self.to_end
-
-    def keep(self, state: Tensor) -> Tensor:
-        return state.mul_(self.from_start[:, -1:].mT)
 
 
 class VectorDecay(ScalarDecay):
@@ -103,7 +104,8 @@ class VectorDecay(ScalarDecay):
         while half:
             left, right = total.view(n, -1, 2, half, r).unbind(2)  # (n, blocks, half, r)
             middle = left[:, :, -1:]
-            self.levels.append((half, (right - middle).to(dtype).exp_(), (middle - left).to(dtype).exp_()))
+            on_right, on_left = weight_exp_((right - middle).to(dtype)), weight_exp_((middle - left).to(dtype))
+            self.levels.append((half, on_right, on_left))
             half //= 2
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
 from attngap.ops.delta_groups import Folded, Span, spans
+from attngap.ops.exponent import weight_exp_
 from attngap.ops.linear_chunks import Setting
 
 
@@ -105,7 +106,7 @@ class Run:
         g = None if self.log_decay is None else self.log_decay.read(span)
         self.decay.enter(g)
         self.read, self.written = self.decay.read(self.x), self.decay.write(self.k)
-        self.keep = None if g is None else g.sum(1, keepdim=True).exp_().mT
+        self.keep = None if g is None else weight_exp_(g.sum(1, keepdim=True)).mT
         self.scores = self.decay.scores(self.x, self.k)
         self.system = torch.mul(self.scores[:, self.queries :], self.beta.mT, out=self.scratch("system", m, c, c))
 

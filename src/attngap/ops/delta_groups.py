@@ -22,6 +22,10 @@ class Span:
     def length(self) -> int:
         return self.chunk * self.count
 
+    @property
+    def tokens(self) -> range:
+        return range(self.start, self.start + self.length)
+
 
 def spans(t: int, chunk: int, width: int, *, halving: bool) -> list[Span]:
     """All groups of a sequence whose tokens are `width` floats; chunks of a group are equally long."""
@@ -61,15 +65,27 @@ class Folded:
             return cut.reshape(-1, c, w).to(self.dtype)
         return cut.reshape(-1, self.group * span.chunk, cut.shape[5]).to(self.dtype)
 
-    def write(self, span: Span, value: Tensor) -> None:
+    def write(self, span: Span, value: Tensor, factor: Tensor | None = None) -> None:
+        """The value, times a factor a row."""
         place = self._cut(span)
+        if factor is None:
+            place.copy_(self._laid_out(span, place, value))
+        elif self.mask is None and self.repeat == 1 and place.dtype == value.dtype:
+            # One pass where two would read and write the value again.
+            torch.mul(value.view(place.shape), factor.view(*place.shape[:5], 1), out=place)
+        else:
+            place.copy_(self._laid_out(span, place, value * factor))
+
+    def add(self, span: Span, value: Tensor) -> None:
+        place = self._cut(span)
+        place.add_(self._laid_out(span, place, value))
+
+    def _laid_out(self, span: Span, place: Tensor, value: Tensor) -> Tensor:
         if self.repeat > 1:
             value = value.reshape(*place.shape[:3], self.repeat, *place.shape[4:]).sum(3, keepdim=True)
         else:
             value = value.reshape(place.shape)
-        if self.mask is not None:
-            value = value.masked_fill(self._hidden(self.mask, span), 0.0)
-        place.copy_(value)
+        return value if self.mask is None else value.masked_fill(self._hidden(self.mask, span), 0.0)
 
     def _cut(self, span: Span) -> Tensor:
         """(count, b, outer, group, chunk, w), a view."""

@@ -7,7 +7,6 @@ gradient of S. Kept for it, beyond inputs and outputs, are three numbers a row.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attngap.ops.exponent import NORMAL, weight_exp_
 from attngap.ops.hybrid_layout import Block, Layout, Masks, Track, put_rows, row_scalars, rows
 
 EPS = 1e-6
-LARGEST = {dtype: math.log(torch.finfo(dtype).max) - 1 for dtype in (torch.float32, torch.float64)}
 CACHE = 2**18  # weights of one block computed at a time: a MiB, so that what works on them stays in cache
 
 
@@ -43,7 +42,7 @@ def combine(top: Tensor, lift: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     coefficient is only kept finite.
     """
     unit = torch.maximum(top, mass.abs().log_().add_(lift))
-    return unit, (lift - unit).clamp_(max=LARGEST[mass.dtype]).exp_()
+    return unit, (lift - unit).clamp_(*NORMAL[mass.dtype]).exp_()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +122,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
             P = piece.logits(block, piece.keys.read(block.start, block.stop, piece.dtype, sinks=True))
             top = P.amax(-1, keepdim=True)
             m, c = combine(top, lift + top if piece.relative else lift, mass)
-            P.sub_(m).exp_()
+            weight_exp_(P.sub_(m)).mul_(piece.masks.visible(block))
             n = P.sum(-1, keepdim=True).addcmul_(mass, c)
             if T is not None:
                 P[..., piece.leave(block)].addcmul_(T, c)
@@ -131,7 +130,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
         else:
             top = piece.scalars(piece.near.top, block)
             m, c = combine(top, lift + top if piece.relative else lift, mass)
-            share = (piece.scalars(piece.near.log_mass, block) - m).exp_()
+            share = (piece.scalars(piece.near.log_mass, block) - m).clamp_(*NORMAL[m.dtype]).exp_()
             n = torch.addcmul(share, mass, c)
             rows_out = piece.rows(piece.near.out, block) * share
             if T is not None:
@@ -205,7 +204,7 @@ def backward_near(piece: Piece, grads: Grads, block: Block, V, g, D, T, d_lift) 
     K = piece.keys.read(block.start, block.stop, piece.dtype, sinks=True)
     P = piece.logits(block, K)
     ties = (P.amax(-1, keepdim=True) == P).to(P) if piece.relative else None
-    P.sub_(piece.scalars(grads.unit, block)).exp_()
+    weight_exp_(P.sub_(piece.scalars(grads.unit, block))).mul_(piece.masks.visible(block))
     if grads.dq is not None or grads.keys.wanted:
         dP = torch.bmm(g, V.mT).sub_(D).mul_(P)
         if ties is not None:  # the largest near logit also measures the features; equal ones share

@@ -105,11 +105,16 @@ class Masks:
     def __init__(self, layout: Layout, group: int, like: Tensor):
         self.layout, self.group, self.like = layout, group, like
         self._near = functools.cache(self._make_near)
+        self._visible = functools.cache(lambda *shape: (self._near(*shape) == 0).to(like.dtype))
         self._far = functools.cache(self._make_far)
 
     def near(self, block: Block) -> Tensor:
         """(group rows, sinks + columns): 0 at near keys, -inf elsewhere."""
         return self._near(block.last - block.first, block.stop - block.start, block.lead)
+
+    def visible(self, block: Block) -> Tensor:
+        """1 at near keys, 0 elsewhere."""
+        return self._visible(block.last - block.first, block.stop - block.start, block.lead)
 
     def far(self, block: Block) -> Tensor:
         """(group rows, leaving): 1 at far keys, 0 elsewhere."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attngap.errors import AttngapError
 from attngap.ops.check import accumulate_dtype, check_device, shape
+from attngap.ops.exponent import weight_exp_
 from attngap.ops.hybrid_blocks import combine, safe
 
 State = dict[str, Tensor]
@@ -105,7 +106,9 @@ def step(
     Q = fq.reshape(b * kv, h // kv, -1).to(acc)
     mass = torch.bmm(Q, z)
     unit, c = combine(top, lift + top if relative else lift, mass)
-    P = P.sub_(unit).exp_()
+    P = weight_exp_(P.sub_(unit))
+    if bias is not None:
+        P = P.view(b, -1, size).mul_(bias == 0).view(P.shape)
     n = P.sum(-1, keepdim=True).addcmul_(mass, c)
     out = torch.bmm(P, V).baddbmm_(Q * c, S).div_(safe(n))
     return out.view(b, h, 1, -1).to(q.dtype)
