@@ -49,26 +49,29 @@ def linear_attention(
     and gradients does not grow with t. Under torch.compile the op runs as it is, between compiled parts.
     """
     _check(q, k, v, log_decay, normalize, causal, state, chunk, mask)
-    b, r = q.shape[0], q.shape[3]
     dtype = accumulate_dtype(q.dtype)
-    carriers = [x for x in (log_decay, *(state or {}).values()) if x is not None]
-    heads = max(k.shape[1], *(x.shape[1] for x in carriers)) if carriers else k.shape[1]
-    if state is None:
-        zeros = q.new_zeros(b, heads, r, v.shape[-1] + 1, dtype=dtype)
-        S, z = zeros[..., :-1], zeros[..., -1]
-    else:
-        S, z = expand_heads(state["S"], heads), expand_heads(state["z"], heads) if normalize else None
-    z = z if normalize else None
     mask = None if mask is None else mask.bool()
     if causal:
+        carriers = [x for x in (log_decay, *(state or {}).values()) if x is not None]
+        heads = max([k.shape[1], *(x.shape[1] for x in carriers)])
+        S, z = _start(q, v, heads, state)
         if log_decay is not None:
             log_decay = expand_heads(log_decay, heads)
             log_decay = log_decay[..., None] if log_decay.ndim == 3 else log_decay
-        out, S, z = LinearChunks.apply(q, k, v, log_decay, S, z, mask, Setting(heads, chunk or CHUNK, dtype))
+        setting = Setting(heads, chunk or CHUNK, dtype)
+        out, S, z = LinearChunks.apply(q, k, v, log_decay, S, z if normalize else None, mask, setting)
     else:
-        out, S, z = LinearRows.apply(q, k, v, S, z, mask, Setting(heads, chunk or BLOCK, dtype))
+        out, S, z = LinearRows.apply(q, k, v, mask, normalize, Setting(k.shape[1], chunk or BLOCK, dtype))
     check_finite({"out": out, "state": S}, {"q": q, "k": k, "v": v, "log_decay": log_decay, **(state or {})})
     return out, {"S": S, "z": z} if normalize else {"S": S}
+
+
+def _start(q: Tensor, v: Tensor, heads: int, state: State | None) -> tuple[Tensor, Tensor | None]:
+    if state is not None:
+        return expand_heads(state["S"], heads), expand_heads(state["z"], heads) if "z" in state else None
+    zeros = {"dtype": accumulate_dtype(q.dtype), "device": q.device}
+    b, r = q.shape[0], q.shape[3]
+    return torch.zeros(b, heads, r, v.shape[-1], **zeros), torch.zeros(b, heads, r, **zeros)
 
 
 def _check(q, k, v, log_decay, normalize, causal, state, chunk, mask) -> None:

@@ -1,8 +1,10 @@
-"""Causal linear attention chunk by chunk, forward and backward, in memory that does not grow with the sequence.
+"""Causal linear attention in groups of chunks, forward and backward, in memory that does not grow with the sequence.
 
-With carried state S, z and A the scores inside a chunk (see `decay`), a chunk's rows are read(q) S + A v over
-read(q) z + A 1. The backward runs twice over the chunks. Forward in time it carries S again and finds dq and the part
-of dk from inside a chunk; backward in time it carries R, the gradient of the state, and finds dv and the rest of dk.
+With S, z the state before a chunk and A the scores inside it (see `decay`), a chunk's rows are read(q) S + A v over
+read(q) z + A 1. All products of a group of chunks are one batch, small enough to stay in cache; only the states are
+carried from chunk to chunk. The backward runs twice over the groups. Forward in time it carries S again and finds dq
+and the part of dk from inside a chunk; backward in time it carries the gradient of the state, and finds dv and the rest
+of dk.
 """
 
 import dataclasses
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops.chunks import Chunked, Scratch, chunk_sizes
+from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
+from attngap.ops.delta_groups import Folded, Span, spans
 
 EPS = 1e-6  # the rule for vanishing normalizers, stated in `naive.linear_attention`
 
@@ -29,19 +32,19 @@ class LinearChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, S, z, mask, setting: Setting):
-        run = Run(q, k, v, log_decay, mask, setting)
+        run, state = Run(q, k, v, log_decay, mask, setting), Carried(S, z)
         out = torch.empty(*q.shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
-        state, rows = Carried(S, z), run.chunked(out)
-        for i in range(len(run.sizes)):
-            q_i, k_i, v_i, read = run.enter(i)
-            scores = run.decay.scores(q_i, k_i)
-            place = rows.target(i, run.scratch, "rows")
-            top = place if z is None else run.scratch("top", *place.shape)
-            torch.bmm(read, state.S, out=top).baddbmm_(scores, v_i)
-            if state.z is not None:
-                torch.mul(top, safe(_normalizer(scores, read, state.z)).reciprocal_(), out=place)
-            rows.write(i, place)
-            state.advance(run.decay, run.decay.write(k_i), v_i)
+        rows = run.folded(out)
+        for span in run.spans:
+            run.enter(span)
+            before = state.advance(run, run.written, run.v)
+            scores = run.decay.scores(run.q, run.k)
+            top = run.scratch("top", *run.q.shape[:2], v.shape[-1])
+            torch.bmm(run.read, before.S, out=top).baddbmm_(scores, run.v)
+            if before.z is None:
+                rows.write(span, top)
+            else:
+                rows.write(span, top, factor=safe(_normalizer(scores, run.read, before.z)).reciprocal_())
         ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
         ctx.setting = setting
         return out, *state.by_heads(setting.heads)
@@ -51,66 +54,154 @@ class LinearChunks(torch.autograd.Function):
     def backward(ctx, d_out, dS, dz):
         q, k, v, log_decay, S, z, mask, out = ctx.saved_tensors
         run = Run(q, k, v, log_decay, mask, ctx.setting)
-        grads = _Grads(run, q, k, v, log_decay)
-        d_rows = run.chunked(d_out)
-        last = _forward_in_time(run, grads, d_rows, run.chunked(out), Carried(S, z))
-        first = _backward_in_time(run, grads, d_rows, Carried(dS, None if z is None else dz), last)
-        return grads.q, grads.k, grads.v, grads.log_decay, *first.by_heads(ctx.setting.heads), None, None
+        grads = Grads(run, q, k, v, log_decay, d_out, out)
+        state, back = Carried(S, z), Carried(dS, None if z is None else dz)
+        for span in run.spans:
+            run.enter(span)
+            grads.forward_in_time(span, state.advance(run, run.written, run.v))
+        grads.begin_back(state, back)
+        for span in reversed(run.spans):
+            run.enter(span)
+            grads.backward_in_time(span, back)
+        return grads.q, grads.k, grads.v, grads.log_decay, *back.by_heads(ctx.setting.heads), None, None
 
 
 class Run:
-    """The inputs as chunks, and what the chunk at hand needs."""
+    """The inputs in groups of chunks, and what the group at hand needs; m is chunks times n = b heads."""
+
+    q: Tensor  # (m, group c, r)
+    k: Tensor  # (m, c, r)
+    v: Tensor  # (m, c, dv)
+    read: Tensor  # q as it sees the state before its chunk
+    written: Tensor  # k as it is left in the state after its chunk
 
     def __init__(self, q, k, v, log_decay, mask, setting: Setting):
-        self.setting, self.mask = setting, mask
-        self.scratch = Scratch(q, setting.dtype)
+        self.setting, self.mask, self.scratch = setting, mask, Scratch(q, setting.dtype)
         kind = NoDecay if log_decay is None else ScalarDecay if log_decay.shape[-1] == 1 else VectorDecay
         self.decay = kind(self.scratch)
-        chunk = 1 << (setting.chunk.bit_length() - 1) if kind.halving else setting.chunk
-        self.sizes = chunk_sizes(q.shape[2], chunk, halving=kind.halving)
-        self.q, self.k, self.v = (self.chunked(x) for x in (q, k, v))
-        self.log_decay = None if log_decay is None else self.chunked(log_decay)
+        self.n = q.shape[0] * setting.heads
+        self.spans = spans(q.shape[2], setting.chunk, self.n * q.shape[3], halving=kind.halving)
+        self.inputs = [self.folded(x) for x in (q, k, v)]
+        self.log_decay = None if log_decay is None else self.folded(log_decay)
 
-    def chunked(self, x: Tensor) -> Chunked:
-        return Chunked(x, self.setting.heads, self.sizes, self.setting.dtype, self.mask)
+    def folded(self, x: Tensor) -> Folded:
+        return Folded(x, self.setting.heads, self.setting.dtype, self.mask)
 
-    def enter(self, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q = self.q[i]
-        self.decay.enter(None if self.log_decay is None else self.log_decay[i])
-        return q, self.k[i], self.v[i], self.decay.read(q)
+    def enter(self, span: Span) -> None:
+        self.q, self.k, self.v = (x.read(span) for x in self.inputs)
+        self.decay.enter(None if self.log_decay is None else self.log_decay.read(span))
+        self.read, self.written = self.decay.read(self.q), self.decay.write(self.k)
 
 
 class Carried:
-    """S (n, r, dv) and z (n, r, 1), overwritten as the chunks go by."""
+    """S (n, r, dv) and z (n, r, 1) between groups; or their gradients."""
 
     def __init__(self, S: Tensor, z: Tensor | None):
-        self.S = S.flatten(0, 1).clone()
-        self.z = None if z is None else z.flatten(0, 1)[..., None].clone()
+        self.S = S.flatten(0, 1)
+        self.z = None if z is None else z.flatten(0, 1)[..., None]
 
     def by_heads(self, heads: int) -> tuple[Tensor, Tensor | None]:
         """(b, heads, r, dv) and (b, heads, r)."""
         S = self.S.unflatten(0, (-1, heads))
-        return S, None if self.z is None else self.z.view(S.shape[:3])
+        return S, None if self.z is None else self.z.reshape(S.shape[:3])
 
-    def advance(self, decay: NoDecay, k: Tensor, v: Tensor, weight: Tensor | None = None) -> None:
-        """S <- keep S + k^T v, z <- keep z + k^T weight, a weight of None being ones."""
-        decay.keep(self.S).baddbmm_(k.mT, v)
-        if self.z is not None:
-            decay.keep(self.z).add_(k.sum(1, keepdim=True).mT if weight is None else k.mT @ weight)
+    def advance(self, run: Run, k: Tensor, v: Tensor, weight: Tensor | None = None, *, back: bool = False) -> "States":
+        """S <- kept S + k^T v, z <- kept z + k^T weight (ones if None) over the chunks; what each began with."""
+        m, _, r = k.shape
+        parts = torch.bmm(k.mT, v, out=run.scratch("parts", m, r, v.shape[-1]))
+        S, self.S = _carry(self.S, parts, run.decay.kept, run.scratch("S", *parts.shape), back)
+        if self.z is None:
+            return States(S, None)
+        parts = k.sum(1, keepdim=True).mT if weight is None else torch.bmm(k.mT, weight)
+        z, self.z = _carry(self.z, parts, run.decay.kept, run.scratch("z", m, r, 1), back)
+        return States(S, z)
 
 
-class _Grads:
-    """The gradients, written chunk by chunk."""
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What every chunk of a group starts from."""
 
-    def __init__(self, run: Run, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+    S: Tensor  # (m, r, dv)
+    z: Tensor | None  # (m, r, 1)
+
+
+class Grads:
+    """The gradients, written group by group."""
+
+    def __init__(self, run: Run, q, k, v, log_decay: Tensor | None, d_out: Tensor, out: Tensor):
+        self.run, self.d_rows, self.rows = run, run.folded(d_out), run.folded(out)
         self.q, self.k, self.v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.log_decay = None if log_decay is None else torch.empty_like(log_decay)
-        self.dq, self.dk, self.dv = (run.chunked(x) for x in (self.q, self.k, self.v))
-        self.dg = None if self.log_decay is None else run.chunked(self.log_decay)
-        self.numbers = _RowNumbers(run, self.v, q.shape[1] // run.setting.heads)
+        self.dq, self.dk, self.dv = (run.folded(x) for x in (self.q, self.k, self.v))
+        self.dg = None if self.log_decay is None else run.folded(self.log_decay)
+        self.numbers = RowNumbers(run, self.v, q.shape[1] // run.setting.heads)
+
+    def forward_in_time(self, span: Span, before: States) -> None:
+        run, scratch, decay = self.run, self.run.scratch, self.run.decay
+        above, weight = self.d_rows.read(span), None  # gradients of the rows' numerators and normalizers
+        d_scores = scratch("d_scores", *run.q.shape[:2], run.k.shape[1])
+        if before.z is None:
+            torch.bmm(above, run.v.mT, out=d_scores)
+        else:
+            normalizer = _normalizer(decay.scores(run.q, run.k), run.read, before.z)
+            inverse = safe(normalizer).reciprocal_()
+            above = torch.mul(above, inverse, out=scratch("above", *above.shape))
+            weight = torch.linalg.vecdot(above, self.rows.read(span)).neg_()[..., None]
+            weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
+            self.numbers.put(span, inverse, weight)
+            torch.baddbmm(weight, above, run.v.mT, out=d_scores)
+        dq, dk = scratch("dq", *run.q.shape), scratch("dk", *run.k.shape)
+        decay.score_grads(d_scores, run.q, run.k, dq, dk)
+        seen = torch.bmm(above, before.S.mT, out=scratch("seen", *run.q.shape))
+        if weight is not None and before.z is not None:
+            seen.baddbmm_(weight, before.z.mT)
+        dq.add_(decay.read(seen))
+        self.dq.write(span, dq)
+        self.dk.write(span, dk)
+        if self.dg is not None:
+            balance = (run.q * dq).view(run.k.shape[0], -1, *run.k.shape[1:]).sum(1) - run.k * dk
+            self.dg.write(span, self._per_decay(balance))
+
+    def begin_back(self, state: Carried, back: Carried) -> None:
+        """Between the sweeps: what the last state says of the decays before it."""
+        product = (state.S * back.S).sum(-1)
+        if state.z is not None and back.z is not None:
+            product += (state.z * back.z).sum(-1)
+        self.later = self._per_decay(product[:, None])  # (n, 1, 1 or r)
+
+    def backward_in_time(self, span: Span, back: Carried) -> None:
+        run, scratch, decay = self.run, self.run.scratch, self.run.decay
+        above, weight = self.d_rows.read(span), None
+        if back.z is not None:
+            inverse, weight = self.numbers.get(span)
+            above = torch.mul(above, inverse, out=scratch("above", *above.shape))
+        after = back.advance(run, run.read, above, weight, back=True)
+        dv = torch.bmm(decay.scores(run.q, run.k).mT, above, out=scratch("dv", *run.v.shape))
+        self.dv.write(span, dv.baddbmm_(run.written, after.S))
+        dk = scratch("dk", *run.k.shape)
+        if after.z is None:
+            torch.bmm(run.v, after.S.mT, out=dk)
+        else:
+            torch.baddbmm(after.z.mT, run.v, after.S.mT, out=dk)
+        dk = decay.write(dk)
+        self.dk.add(span, dk)
+        if self.dg is not None:
+            self._write_decay(span, self.dg.read(span) - self._per_decay(run.k * dk))
+
+    def _write_decay(self, span: Span, balance: Tensor) -> None:
+        """d log_decay_i is what the pairs across i carry: the sum over tokens from i on of q . dq - k . dk."""
+        assert self.dg is not None
+        balance = balance.unflatten(0, (span.count, -1)).transpose(0, 1)  # (n, count, c, 1 or r)
+        crossing = balance.flatten(1, 2).flip(1).cumsum(1).flip(1) + self.later
+        self.later = crossing[:, :1]
+        self.dg.write(span, crossing.view(balance.shape).transpose(0, 1))
+
+    def _per_decay(self, x: Tensor) -> Tensor:
+        """(m, c, r) summed over the channels that share a decay."""
+        return x if self.run.decay.halving else x.sum(-1, keepdim=True)
 
 
-class _RowNumbers:
+class RowNumbers:
     """Two numbers a row, from the first sweep to the second: 1 / normalizer, and the normalizer's gradient.
 
     They wait in the rows of dv, which only the second sweep fills, so that they cost no memory; in a buffer of their
@@ -119,97 +210,47 @@ class _RowNumbers:
 
     def __init__(self, run: Run, dv: Tensor, group: int):
         b, h, t, width = dv.shape
-        heads = run.setting.heads
-        fits = h == heads and dv.dtype == run.setting.dtype and 2 * group <= width
-        room = dv if fits else dv.new_empty((b, heads, t, 2 * group), dtype=run.setting.dtype)
-        self.pieces = room.view(b * heads, t, -1)[..., : 2 * group].split(run.sizes, 1)
+        heads, dtype = run.setting.heads, run.setting.dtype
+        fits = h == heads and dv.dtype == dtype and 2 * group <= width
+        self.room = dv[..., : 2 * group] if fits else dv.new_empty((b, heads, t, 2 * group), dtype=dtype)
 
-    def put(self, i: int, inverse: Tensor, gradient: Tensor) -> None:
-        n, c, _ = self.pieces[i].shape
-        here = torch.cat([inverse.view(n, -1, c), gradient.view(n, -1, c)], 1)  # (n, 2 group, c)
-        self.pieces[i].copy_(here.mT)
+    def put(self, span: Span, inverse: Tensor, weight: Tensor) -> None:
+        place = self._place(span)
+        both = torch.stack((inverse[..., 0], weight[..., 0]), 1)  # (m, 2, group c)
+        place.copy_(both.view(place.shape))
 
-    def get(self, i: int) -> tuple[Tensor, Tensor]:
-        n = self.pieces[i].shape[0]
-        inverse, gradient = self.pieces[i].mT.contiguous().view(n, 2, -1, 1).unbind(1)
-        return inverse, gradient
+    def get(self, span: Span) -> tuple[Tensor, Tensor]:
+        place = self._place(span)
+        inverse, weight = place.reshape(-1, 2, place.shape[3] // 2 * span.chunk, 1).unbind(1)
+        return inverse, weight
 
-
-def _forward_in_time(run: Run, grads: _Grads, d_rows: Chunked, rows: Chunked, state: Carried) -> Carried:
-    scratch, decay = run.scratch, run.decay
-    for i in range(len(run.sizes)):
-        q, k, v, read = run.enter(i)
-        above, weight = d_rows[i], None  # gradients of the rows before and of the rows' normalizers
-        d_scores = scratch("d_scores", q.shape[0], q.shape[1], k.shape[1])
-        if state.z is None:
-            torch.bmm(above, v.mT, out=d_scores)
-        else:
-            normalizer = _normalizer(decay.scores(q, k), read, state.z)
-            inverse = safe(normalizer).reciprocal_()
-            above = torch.mul(above, inverse, out=scratch("above", *above.shape))
-            weight = torch.mul(above, rows[i], out=scratch("product", *above.shape)).sum(-1, keepdim=True).neg_()
-            weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
-            grads.numbers.put(i, inverse, weight)
-            torch.baddbmm(weight, above, v.mT, out=d_scores)
-        dq, dk = grads.dq.target(i, scratch, "dq"), grads.dk.target(i, scratch, "dk")
-        decay.score_grads(d_scores, q, k, dq, dk)
-        seen = torch.bmm(above, state.S.mT, out=scratch("seen", *q.shape))
-        if weight is not None and state.z is not None:
-            seen.baddbmm_(weight, state.z.mT)
-        dq.add_(decay.read(seen))
-        grads.dq.write(i, dq)
-        grads.dk.write(i, dk)
-        if grads.dg is not None:
-            balance = (q * dq).view(k.shape[0], -1, *k.shape[1:]).sum(1) - k * dk
-            grads.dg.write(i, _per_decay(balance, grads.dg))
-        state.advance(decay, decay.write(k), v)
-    return state
-
-
-def _backward_in_time(run: Run, grads: _Grads, d_rows: Chunked, R: Carried, last: Carried) -> Carried:
-    scratch, decay = run.scratch, run.decay
-    later = None if grads.dg is None else _per_decay(_state_product(R, last), grads.dg)  # (n, 1, 1 or r)
-    for i in reversed(range(len(run.sizes))):
-        q, k, v, read = run.enter(i)
-        above, weight = d_rows[i], None
-        if R.z is not None:
-            inverse, weight = grads.numbers.get(i)
-            above = torch.mul(above, inverse, out=scratch("above", *above.shape))
-        dv = grads.dv.target(i, scratch, "dv")
-        torch.bmm(decay.scores(q, k).mT, above, out=dv).baddbmm_(decay.write(k), R.S)
-        grads.dv.write(i, dv)
-        kept = torch.bmm(v, R.S.mT, out=scratch("kept", *k.shape))
-        if R.z is not None:
-            kept.add_(R.z.mT)
-        kept = decay.write(kept)
-        grads.dk.add(i, kept)
-        if grads.dg is not None and later is not None:
-            # d log_decay_i = what the pairs across i carry = sum over tokens from i on of q . dq - k . dk
-            balance = grads.dg[i] - _per_decay(k * kept, grads.dg)
-            after = balance.flip(1).cumsum(1).flip(1) + later
-            later = after[:, :1]
-            grads.dg.write(i, after)
-        R.advance(decay, read, above, weight)
-    return R
-
-
-def _state_product(a: Carried, b: Carried) -> Tensor:
-    """<a, b> a channel, (n, 1, r)."""
-    product = (a.S * b.S).sum(-1)
-    if a.z is not None and b.z is not None:
-        product += (a.z * b.z).sum(-1)
-    return product[:, None]
-
-
-def _per_decay(x: Tensor, decay: Chunked) -> Tensor:
-    """(n, c, r) summed over the channels that share a decay."""
-    return x.sum(-1, keepdim=True) if decay.shape[-1] == 1 else x
-
-
-def _normalizer(scores: Tensor, read: Tensor, z: Tensor) -> Tensor:
-    return torch.bmm(read, z).add_(scores.sum(-1, keepdim=True))  # (n, rows, 1)
+    def _place(self, span: Span) -> Tensor:
+        """(count, b, heads, 2 group, c), a view."""
+        rows = self.room[:, :, span.start : span.start + span.length]
+        return rows.unflatten(2, (span.count, span.chunk)).permute(2, 0, 1, 4, 3)
 
 
 def safe(n: Tensor) -> Tensor:
     """|n| below EPS becomes EPS with the sign of n; a sum that starts from +0 is never -0, so 0 counts as positive."""
     return torch.copysign(n.abs().clamp_min_(EPS), n)
+
+
+def _normalizer(scores: Tensor, read: Tensor, z: Tensor) -> Tensor:
+    return torch.bmm(read, z).add_(scores.sum(-1, keepdim=True))  # (m, rows, 1)
+
+
+def _carry(start: Tensor, parts: Tensor, kept: Tensor | None, states: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """x <- kept x + part over the chunks of a group, or back over them: what each starts from, and where it ends."""
+    n = start.shape[0]
+    places, parts_of = states.split(n), parts.split(n)
+    kept_of = None if kept is None else kept.split(n)
+    order = list(range(len(places)))[:: -1 if back else 1]
+    places[order[0]].copy_(start)
+    end = torch.empty_like(start)
+    for i, j in enumerate(order):
+        place = places[order[i + 1]] if i + 1 < len(order) else end
+        if kept_of is None:
+            torch.add(places[j], parts_of[j], out=place)
+        else:
+            torch.addcmul(parts_of[j], places[j], kept_of[j], out=place)
+    return states, end

@@ -1,59 +1,71 @@
-"""Bidirectional linear attention: one state for the whole sequence, then one read a row."""
+"""Bidirectional linear attention: one state for the whole sequence, then one read a row; both in blocks of rows."""
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops.linear_chunks import EPS, Carried, Run, Setting, safe
+from attngap.ops.delta_groups import Folded, Span
+from attngap.ops.linear_chunks import EPS, Setting, safe
 
 
 class LinearRows(torch.autograd.Function):
-    """(q, k, v, S, z or None if not normalized, mask, setting) -> out, S, z; S and z come in as zeros."""
+    """(q, k, v, mask, normalize, setting) -> out, S (b, heads, r, dv), z (b, heads, r) or None if unnormalized."""
 
     @staticmethod
-    def forward(ctx, q, k, v, S, z, mask, setting: Setting):
-        run = Run(q, k, v, None, mask, setting)
-        state = Carried(S, z)
-        for i in range(len(run.sizes)):
-            state.advance(run.decay, run.k[i], run.v[i])
-        out = torch.empty(*q.shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
-        rows = run.chunked(out)
-        for i in range(len(run.sizes)):
-            top = torch.bmm(run.q[i], state.S, out=rows.target(i, run.scratch, "rows"))
-            if state.z is not None:
-                top.div_(safe(torch.bmm(run.q[i], state.z)))
-            rows.write(i, top)
-        ctx.save_for_backward(q, k, v, state.S, state.z, mask, out)
+    def forward(ctx, q, k, v, mask, normalize: bool, setting: Setting):
+        n, r, dv = q.shape[0] * setting.heads, q.shape[3], v.shape[3]
+        S = torch.zeros(n, r, dv, dtype=setting.dtype, device=q.device)
+        z = torch.zeros(n, r, 1, dtype=setting.dtype, device=q.device) if normalize else None
+        out = torch.empty(*q.shape[:3], dv, dtype=v.dtype, device=v.device)
+        queries, keys, values, rows = (_folded(x, mask, setting) for x in (q, k, v, out))
+        for block in _blocks(q, setting):
+            key = keys.read(block)
+            S.baddbmm_(key.mT, values.read(block))
+            if z is not None:
+                z.add_(key.sum(1)[..., None])
+        for block in _blocks(q, setting):
+            query = queries.read(block)
+            rows.write(block, query @ S, None if z is None else safe(query @ z).reciprocal_())
+        ctx.save_for_backward(q, k, v, S, z, mask, out)
         ctx.setting = setting
-        return out, *state.by_heads(setting.heads)
+        by_heads = S.unflatten(0, (-1, setting.heads))
+        return out, by_heads, None if z is None else z.view(by_heads.shape[:3])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, dS, dz):
         q, k, v, S, z, mask, out = ctx.saved_tensors
-        run = Run(q, k, v, None, mask, ctx.setting)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        R = Carried(dS, None if z is None else dz)
-        d_rows, rows, place = run.chunked(d_out), run.chunked(out), run.chunked(dq)
-        for i in range(len(run.sizes)):
-            place.write(i, _query_grad(run.q[i], d_rows[i], rows[i], S, z, R))
-        dk_rows, dv_rows = run.chunked(dk), run.chunked(dv)
-        for i in range(len(run.sizes)):
-            from_values = run.v[i] @ R.S.mT
-            dk_rows.write(i, from_values if R.z is None else from_values.add_(R.z.mT))
-            dv_rows.write(i, run.k[i] @ R.S)
-        return dq, dk, dv, None, None, None, None
+        queries, keys, values, rows, d_rows = (_folded(x, mask, ctx.setting) for x in (q, k, v, out, d_out))
+        to_q, to_k, to_v = (_folded(x, mask, ctx.setting) for x in (dq, dk, dv))
+        dS, dz = dS.flatten(0, 1).clone(), None if z is None else dz.flatten(0, 1)[..., None].clone()
+        for block in _blocks(q, ctx.setting):
+            query, above = queries.read(block), d_rows.read(block)
+            if z is None or dz is None:
+                to_q.write(block, above @ S.mT)
+            else:
+                above, weight = _through_normalizer(query @ z, above, rows.read(block))
+                to_q.write(block, (above @ S.mT).baddbmm_(weight, z.mT))
+                dz.baddbmm_(query.mT, weight)
+            dS.baddbmm_(query.mT, above)
+        for block in _blocks(q, ctx.setting):
+            from_values = values.read(block) @ dS.mT
+            to_k.write(block, from_values if dz is None else from_values.add_(dz.mT))
+            to_v.write(block, keys.read(block) @ dS)
+        return dq, dk, dv, None, None, None
 
 
-def _query_grad(q: Tensor, above: Tensor, rows: Tensor, S: Tensor, z: Tensor | None, R: Carried) -> Tensor:
-    """dq of one chunk; what it asks of the state is added to R."""
-    if z is None or R.z is None:
-        R.S.baddbmm_(q.mT, above)
-        return above @ S.mT
-    normalizer = q @ z
+def _through_normalizer(normalizer: Tensor, above: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """From the gradient of the rows to those of their numerators and of their normalizers."""
     above = above / safe(normalizer)
     weight = -(above * rows).sum(-1, keepdim=True)
-    weight = weight.masked_fill(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
-    R.S.baddbmm_(q.mT, above)
-    R.z.baddbmm_(q.mT, weight)
-    return (above @ S.mT).baddbmm_(weight, z.mT)
+    return above, weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
+
+
+def _blocks(q: Tensor, setting: Setting) -> list[Span]:
+    t = q.shape[2]
+    return [Span(start, min(setting.chunk, t - start), 1) for start in range(0, t, setting.chunk)]
+
+
+def _folded(x: Tensor, mask: Tensor | None, setting: Setting) -> Folded:
+    return Folded(x, setting.heads, setting.dtype, mask)

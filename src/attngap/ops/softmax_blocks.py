@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops.chunks import Chunked, chunk_sizes
+from attngap.ops.delta_groups import Folded, Span
 
 ROWS, TILE = 128, 1024
 
@@ -58,9 +58,9 @@ class SoftmaxBlocks(torch.autograd.Function):
     def forward(ctx, q, k, v, scale: float, reach: Reach, dtype: torch.dtype):
         out = torch.empty(*q.shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
         run = _Run(q, k, reach, dtype)
-        places = run.chunked(out)
-        for i, rows in enumerate(run.rows):
-            query = run.q[i] * scale
+        queries, places = run.folded(q), run.folded(out)
+        for block in run.blocks:
+            rows, query = block.tokens, queries.read(block) * scale
             total = mixed = torch.zeros((), dtype=dtype, device=q.device)
             top = torch.full_like(query[..., :1], -torch.inf)
             for tile in reach.tiles(rows):
@@ -70,7 +70,7 @@ class SoftmaxBlocks(torch.autograd.Function):
                 total = total * shrink + weights.sum(-1, keepdim=True)
                 mixed = mixed * shrink + weights @ run.tile(v, tile)
                 top = new
-            places.write(i, mixed / total)
+            places.write(block, mixed / total)
         ctx.save_for_backward(q, k, v, out)
         ctx.options = scale, reach, dtype
         return out
@@ -83,11 +83,11 @@ class SoftmaxBlocks(torch.autograd.Function):
         run = _Run(q, k, reach, dtype)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
-        dq_rows, d_rows, out_rows = (run.chunked(x) for x in (dq, d_out, out))
-        for i, rows in enumerate(run.rows):
-            query, above = run.q[i] * scale, d_rows[i]
+        queries, dq_rows, d_rows, out_rows = (run.folded(x) for x in (q, dq, d_out, out))
+        for block in run.blocks:
+            rows, query, above = block.tokens, queries.read(block) * scale, d_rows.read(block)
             log_total = run.log_total(query, rows)
-            mean = (above * out_rows[i]).sum(-1, keepdim=True)  # of d weights, under the weights
+            mean = (above * out_rows.read(block)).sum(-1, keepdim=True)  # of d weights, under the weights
             d_query = torch.zeros_like(query)
             for tile in reach.tiles(rows):
                 weights = run.logits(query, rows, tile).sub_(log_total).exp_()
@@ -95,7 +95,7 @@ class SoftmaxBlocks(torch.autograd.Function):
                 d_query.baddbmm_(d_logits, run.tile(k, tile))
                 run.add(dk, tile, d_logits.mT @ query)
                 run.add(dv, tile, weights.mT @ above)
-            dq_rows.write(i, d_query.mul_(scale))
+            dq_rows.write(block, d_query.mul_(scale))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
@@ -104,13 +104,11 @@ class _Run:
 
     def __init__(self, q: Tensor, k: Tensor, reach: Reach, dtype: torch.dtype):
         self.k, self.reach, self.dtype = k, reach, dtype
-        self.sizes = chunk_sizes(q.shape[2], ROWS)
-        starts = range(0, q.shape[2], ROWS)
-        self.rows = [range(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
-        self.q = self.chunked(q)
+        t = q.shape[2]
+        self.blocks = [Span(start, min(ROWS, t - start), 1) for start in range(0, t, ROWS)]
 
-    def chunked(self, x: Tensor) -> Chunked:
-        return Chunked(x, self.k.shape[1], self.sizes, self.dtype)
+    def folded(self, x: Tensor) -> Folded:
+        return Folded(x, self.k.shape[1], self.dtype, None)
 
     def tile(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
         return x[:, :, slice(*tile)].flatten(0, 1).to(self.dtype)
