@@ -16,7 +16,8 @@ from attngap.mechanisms.base import Mechanism, State, Streams
 
 VALUE = 1e-10  # float64, relative to the largest entry
 HALF = 0.03  # bfloat16, likewise: eight bits of mantissa, sums in float32
-LENGTH = 40
+LENGTH = 20
+LONG = 40  # for ranks: a block must be able to exceed what is declared
 
 
 class BrokenContractError(AssertionError):
@@ -149,7 +150,7 @@ def padding_is_neutral(case: Case) -> None:
     """Padding before and after changes no output of a real token, gives zeros, and leaves the state usable."""
     m = case.mechanism
     expected = forms(m)["parallel"](case.streams())
-    for left, right in ((3, 0), (0, 2), (2, 4)):
+    for left, right in ((3, 0), (2, 4)):
         padded, mask = _pad(case, left, right)
         inside = slice(left, left + case.q.shape[2])
         for name, form in forms(m).items():
@@ -183,6 +184,7 @@ def floats_as_declared(case: Case) -> None:
 
 def rank_as_declared(case: Case) -> None:
     """No block W[t:, :t+1] has a rank above `state_rank(t)`."""
+    case = make_case(case.mechanism, length=LONG)
     weights = case.mechanism.weights(case.streams()).detach()
     for t in range(weights.shape[-1]):
         declared = case.mechanism.state_rank(t)
