@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from attngap.cli.demo import demo
 from attngap.cli.diagnose import diagnose
 from attngap.cli.eval import evaluate
 from attngap.cli.generate import generate
@@ -13,6 +14,7 @@ from attngap.cli.plan import plan
 from attngap.cli.probe import probe
 from attngap.cli.report import report
 from attngap.cli.serve import serve
+from attngap.cli.theory import theory
 
 app = typer.Typer(
     name="attngap",
@@ -41,6 +43,7 @@ def root(
 
 
 app.command()(mechanisms)
+app.add_typer(theory, name="theory")
 app.command()(diagnose)
 app.command()(plan)
 app.command()(linearize)
@@ -49,3 +52,4 @@ app.command("eval")(evaluate)
 app.add_typer(probe, name="probe")
 app.command()(report)
 app.command()(serve)
+app.command()(demo)

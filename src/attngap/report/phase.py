@@ -94,8 +94,10 @@ def phase_chart(result: dict[str, Any]) -> Any:
     over_scale = diagram(result["scale"]["cells"], result["scale"]["curves"], "scale")
     over_length = diagram(result["length"]["cells"], result["length"]["curves"], "n")
     fixed = f"d = {setting['d']}, m = {setting['m']}, b = {setting['b']:g}, a0 = {setting['a0']:g}"
+    caveat = "Linear and polynomial with the weight X = 11^T; linear attention with another weight separates too."
+    first = alt.TitleParams(f"Probability of separating, n = {setting['n']:,}; {fixed}", subtitle=caveat)
     return alt.vconcat(
-        over_scale.properties(title=f"Probability of separating, n = {setting['n']:,}; {fixed}"),
+        over_scale.properties(title=first),
         over_length.properties(title=f"Probability of separating, scale 1; {fixed}"),
     ).resolve_scale(color="shared")
 
@@ -110,11 +112,17 @@ def table(rows: Sequence[Row]) -> Any:
     return alt.InlineData(values=text.getvalue(), format=alt.CsvDataFormat(type="csv"))
 
 
-def save(chart: Any, path: str | Path) -> Path:
-    """Write a chart as .html (self-contained, works offline), .png, .svg or .json (its Vega-Lite specification)."""
+def check_path(path: str | Path) -> Path:
+    """Refuse a kind of file that `save` cannot write, before anything is computed."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise AttngapError(f"A chart is written as {', '.join(SUFFIXES)}; got {str(path)!r}")
+    return path
+
+
+def save(chart: Any, path: str | Path) -> Path:
+    """Write a chart as .html (self-contained, works offline), .png, .svg or .json (its Vega-Lite specification)."""
+    path = check_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     spec = chart.to_dict()
     if path.suffix == ".html":

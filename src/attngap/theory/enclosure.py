@@ -13,7 +13,10 @@ BITS = (256, 1024, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Enclosure:
-    """The success probability lies in [low, high], doubles rounded outward; `width` is that of the ball itself."""
+    """The success probability lies in [low, high], doubles rounded outward; `width` is that of the ball itself.
+
+    `digits` are ten of its midpoint.
+    """
 
     low: float
     high: float
@@ -35,10 +38,10 @@ def enclose(law: Law) -> Enclosure:
             ball = _success(flint, law)
             if ball is not None and _narrow(ball):
                 return Enclosure(
-                    low=max(0.0, math.nextafter(float(ball.lower()), -1.0)),  # outward: float() rounds to nearest
-                    high=min(1.0, math.nextafter(float(ball.upper()), 2.0)),
+                    low=0.0 if ball.is_zero() else max(0.0, math.nextafter(float(ball.lower()), -1.0)),
+                    high=0.0 if ball.is_zero() else min(1.0, math.nextafter(float(ball.upper()), 2.0)),
                     width=2 * float(ball.rad()),
-                    digits=ball.str(20, radius=False),
+                    digits=ball.str(10, radius=False),
                 )
     finally:
         flint.ctx.prec = before
