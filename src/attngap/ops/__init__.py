@@ -1,7 +1,8 @@
 """Tensors in, tensors out: the performance-critical code. `naive` holds the definitions."""
 
+from attngap.ops.delta import delta_attention
 from attngap.ops.hybrid import hybrid_attention
 from attngap.ops.linear import linear_attention
 from attngap.ops.softmax import softmax_attention
 
-__all__ = ["hybrid_attention", "linear_attention", "softmax_attention"]
+__all__ = ["delta_attention", "hybrid_attention", "linear_attention", "softmax_attention"]
