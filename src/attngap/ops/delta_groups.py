@@ -89,9 +89,11 @@ class Folded:
 
     def _cut(self, span: Span) -> Tensor:
         """(count, b, outer, group, chunk, w), a view."""
-        cut = self.x[:, :, span.start : span.start + span.length]
-        cut = cut.unflatten(2, (span.count, span.chunk)).unflatten(1, (self.outer, self.group))
-        return cut.permute(3, 0, 1, 2, 4, 5)
+        x, (by_batch, by_head, by_token, by_channel) = self.x, self.x.stride()
+        size = (span.count, x.shape[0], self.outer, self.group, span.chunk, x.shape[3])
+        stride = (span.chunk * by_token, by_batch, self.group * by_head, by_head, by_token, by_channel)
+        # One call where slicing, unflattening and permuting are four, once a group and tensor.
+        return x.as_strided(size, stride, x.storage_offset() + span.start * by_token)
 
     def _hidden(self, mask: Tensor, span: Span) -> Tensor:
         cut = ~mask[:, span.start : span.start + span.length].unflatten(1, (span.count, span.chunk))

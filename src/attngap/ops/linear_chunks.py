@@ -17,6 +17,7 @@ from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
 from attngap.ops.delta_groups import Folded, Span, spans
 
+SMALL = 2**14  # floats of a state below which one running sum is cheaper than a call a chunk
 EPS = 1e-6  # the rule for vanishing normalizers, stated in `naive.linear_attention`
 
 
@@ -242,6 +243,10 @@ def _normalizer(scores: Tensor, read: Tensor, z: Tensor) -> Tensor:
 def _carry(start: Tensor, parts: Tensor, kept: Tensor | None, states: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """x <- kept x + part over the chunks of a group, or back over them: what each starts from, and where it ends."""
     n = start.shape[0]
+    if kept is None and start.numel() < SMALL:
+        parts = parts.unflatten(0, (-1, n))
+        sums = torch.cat((start[None], parts.flip(0) if back else parts)).cumsum_(0)
+        return (sums[:-1].flip(0) if back else sums[:-1]).flatten(0, 1), sums[-1]
     places, parts_of = states.split(n), parts.split(n)
     kept_of = None if kept is None else kept.split(n)
     order = list(range(len(places)))[:: -1 if back else 1]
