@@ -56,7 +56,7 @@ def diagnose(
     calibration = cut(tokenizer, text, context=context, count=passages, seed=seed)
     held_out = _held_out(tokenizer, text, context, seed) if verify else None
     repeated, period = stress(tokenizer, context=context, seed=seed)
-    shape = shape_of(model, calibration)
+    shape = shape_of(model, calibration[:1])
     facts = ModelFacts(
         name=name,
         architecture=architecture(model),

@@ -1,0 +1,67 @@
+"""The damage estimate is the KL divergence of a small change, and leaves the model as it was."""
+
+import tiny_models
+import torch
+
+from attngap.diagnosis.damage import embedding, projections, run, score
+from attngap.models.capture import capture
+
+HEAD, TOKEN, LAYER, SIZE = 2, 5, 1, 0.02
+
+
+def one_token(call):
+    """A change of one head's output at one token; the same whenever it is asked for."""
+    change = torch.zeros_like(call.output[0])
+    if call.layer == LAYER:
+        change[HEAD, TOKEN] = SIZE * torch.linspace(-1, 1, change.shape[-1]) * call.output.abs().mean()
+    return change
+
+
+def measured(model, ids):
+    """What really happens, by replacing the output."""
+    with torch.no_grad():
+        before = run(model, ids)
+        with capture(model, lambda call: call.output + one_token(call)):
+            after = run(model, ids)
+    return before, after
+
+
+def test_labels_give_the_kl_divergence_in_nats_a_token():
+    model, ids = tiny_models.make("llama").double(), tiny_models.tokens(1, 12)
+    before, after = (out.logits.log_softmax(-1) for out in measured(model, ids))
+    kl = (before.exp() * (before - after)).sum() / 12
+    found = projections(model, ids, one_token, draws=600, seed=0)
+    estimate = score(found[LAYER], labels=True)
+    assert estimate.shape == (4,)
+    assert 0.85 < float(estimate[HEAD] / kl) < 1.15
+    assert estimate[[0, 1, 3]].abs().max() == 0
+    assert found[0].abs().max() == 0
+
+
+def test_encoders_give_the_squared_change_of_the_embedding():
+    model, ids = tiny_models.make("bert").double(), tiny_models.tokens(1, 12)
+    before, after = (embedding(out) for out in measured(model, ids))
+    moved = (before - after).square().sum()
+    found = projections(model, ids, one_token, draws=600, seed=0)
+    estimate = score(found[LAYER], labels=False)[HEAD]
+    assert 0.85 < float(estimate / moved) < 1.15
+
+
+def test_a_longer_list_of_changes_is_projected_at_once():
+    model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
+    both = projections(model, ids, lambda call: torch.stack([one_token(call), 2 * one_token(call)]), draws=2, seed=0)
+    assert both[LAYER].shape == (2, 2, 4, 12)
+    assert torch.allclose(both[LAYER][:, 1], 2 * both[LAYER][:, 0])
+
+
+def test_the_model_keeps_its_gradients_and_draws_repeat():
+    model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
+    model.lm_head.weight.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    first = projections(model, ids, one_token, draws=3, seed=1)
+    again = projections(model, ids, one_token, draws=3, seed=1)
+    other = projections(model, ids, one_token, draws=3, seed=2)
+    assert torch.equal(first[LAYER], again[LAYER])
+    assert not torch.equal(first[LAYER], other[LAYER])
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert all(p.grad is None for p in model.parameters())
