@@ -91,6 +91,27 @@ def test_the_mechanism_in_contributing_keeps_its_word():
         contracts.check(broken(heads=2, dim=4))
 
 
+def test_the_example_in_the_readme_prints_what_it_says(capsys):
+    (example,) = python_blocks("README.md")
+    (printed,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    exec(example, {})
+    assert capsys.readouterr().out == printed
+
+
+def test_the_commands_in_the_readme_exist():
+    """Verbs and options of every `attngap` line, as the command line itself knows them."""
+    from typer.main import get_command
+
+    from attngap.cli.app import app
+
+    commands = get_command(app).commands
+    lines = re.findall(r"^attngap (\w+)(.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert lines
+    for verb, rest in lines:
+        known = {flag for parameter in commands[verb].params for flag in parameter.opts}
+        assert set(re.findall(r"(?<= )--?[a-z][a-z-]*", rest)) <= known
+
+
 def test_contributing_names_every_family_that_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     families = {base.__name__ for base in _bases()} - {"LinearState"}  # the common base of the first two
