@@ -3,6 +3,7 @@
 import base64
 import time
 
+import made_up
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from attngap.explorer.app import create
 from attngap.explorer.sentence import Sentences
 from attngap.mechanisms.catalogue import catalogue
 from attngap.theory import separation
-from tests import made_up
 
 HERE = {"log10_n": 6, "d": 514, "needle": 0.7, "a0": 0.05, "b": 0.5, "scale": 1, "m": 40, "degree": 4}
 

@@ -2,14 +2,15 @@
 
 import threading
 
+import made_up
 import pytest
 import uvicorn
 
 from attngap.cli.serve import listen
 from attngap.explorer.app import create
 from attngap.theory import separation
-from tests import made_up
-from tests.explorer.test_app import Letters, Sentences, model  # noqa: F401 - model is a fixture
+
+from .test_app import Letters, Sentences, model  # noqa: F401 - model is a fixture
 
 pytestmark = pytest.mark.browser
 

@@ -2,12 +2,12 @@
 
 import json
 
+import made_up
 import pytest
 
 from attngap.errors import AttngapError
 from attngap.report.results import read
 from attngap.store import Runs
-from tests import made_up
 
 
 def test_results_are_found_in_a_folder_and_one_below(tmp_path):

@@ -21,7 +21,13 @@ class Metric:
 # What the map can be colored by, in the order of the selector.
 METRICS = (
     Metric("damage", "damage if replaced", ".2g", "log", "Fisher estimate of the KL, nats a token, this head replaced"),
-    Metric("unavoidable", "unavoidable damage", ".2g", "log", "the part no linear attention of this rank can avoid"),
+    Metric(
+        "unavoidable",
+        "unavoidable damage",
+        ".2g",
+        "log",
+        "an estimate: what remains with the best weights constructed at this rank",
+    ),
     Metric("floor", "floor", ".1%", "sqrt", "certified lower bound on the relative error of any linear attention"),
     Metric("kappa", "selection exponent κ", ".2f", "linear", "at least 1: the row's top key holds half the mass"),
     Metric("sink", "sink mass", ".1%", "linear", "attention on the first tokens"),

@@ -13,7 +13,11 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
     alt = altair()
     base = alt.Chart(rows(points))
     few = len({point["mechanism"] for point in points}) <= 10
-    x = alt.X("state_floats:Q", scale=alt.Scale(type="log"), title="state, floats a layer after the whole sequence")
+    x = alt.X(
+        "state_floats:Q",
+        scale=alt.Scale(type="log"),
+        title="state, floats after the whole sequence (all layers and heads)",
+    )
     y = alt.Y("score:Q", title=metric, scale=alt.Scale(zero=False))
     color = alt.Color(
         "mechanism:N",

@@ -107,10 +107,10 @@ class PanelChart:
 class HeadPanel:
     """Where a click on a head opens: its numbers, its charts, its attention pattern, what it reads.
 
-    A head is a row with `id`, `layer`, `head`, `words` (a sentence), `reads` (sentences), `patterns` (square roots of
-    weights as bytes, base64, one a passage) and rows, or values to be numbered from 1, under the name of each chart. A
-    passage has `side` cells, each
-    `cell` tokens wide, and a `caption`.
+    A head is a row with `id`, `layer`, `head`, `place` (in the pictures), `words` (a sentence), `reads` (sentences),
+    and rows, or values to be numbered from 1, under the name of each chart. A passage has `side` cells, each `cell`
+    tokens wide, and a `caption`; `pictures` holds, passage by passage and head by head, square roots of weights in
+    64 shades.
     """
 
     kind: ClassVar[str] = "head-panel"
@@ -121,6 +121,7 @@ class HeadPanel:
     fields: Sequence[Column]
     charts: Sequence[PanelChart] = ()
     passages: Sequence[Row] = ()
+    pictures: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +204,7 @@ def render(
             vega=_vega(),
             script="\n".join(code),
             packed=packed.encode(),
+            pictures=_deflate(bytes(packed.pictures)),
         )
     )
 
@@ -215,6 +217,7 @@ class Packer:
         self.data: dict[str, Any] = {}
         self.tables: dict[str, Any] = {}
         self.panels: dict[str, Any] = {}
+        self.pictures = bytearray()
 
     def add(self, block: Block) -> None:
         if isinstance(block, Chart):
@@ -235,7 +238,9 @@ class Packer:
                 "fields": [dataclasses.asdict(field) for field in block.fields],
                 "charts": {chart.name: chart.spec for chart in block.charts},
                 "passages": list(block.passages),
+                "offset": len(self.pictures),
             }
+            self.pictures += block.pictures
 
     def _spec(self, node: Any) -> Any:
         """The spec with its rows taken out: `{values: JSON text}` becomes `{name}`, equal rows under one name."""
@@ -255,7 +260,11 @@ class Packer:
             text = _compact(whole)
         except ValueError:  # JSON has no NaN and no infinity; most pages have none, and looking costs seconds
             text = _compact(_finite(whole))
-        return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+        return _deflate(text.encode())
+
+
+def _deflate(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def _columnar(rows: Sequence[Row]) -> Row:

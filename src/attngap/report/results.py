@@ -16,6 +16,7 @@ KINDS = {
     "plan": (1, "attngap plan DIR -o plan.json"),
     "receipt": (1, "attngap eval DIR"),
     "phase": (1, "attngap theory phase -o phase.html"),
+    "samples": (1, "attngap demo"),
 }
 FILES = ("*.json", "*/*.json", "*.sqlite", "*/*.sqlite", "*.db", "*/*.db")
 SCHEMA = re.compile(r"attngap\.([a-z]+)/(\d+)")

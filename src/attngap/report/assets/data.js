@@ -1,10 +1,11 @@
 // The packed data of the page: inflated once, rows rebuilt on demand.
-const packedText = document.getElementById("packed").textContent;
+function bytesOf(base64) {
+  return Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+}
 
-async function inflate(base64) {
-  const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
+function inflate(id) {
+  const bytes = bytesOf(document.getElementById(id).textContent);
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
 }
 
 function rowsOf(table) {
@@ -12,7 +13,8 @@ function rowsOf(table) {
     Object.fromEntries(table.keys.map((key, j) => [key, table.columns[j][i]])));
 }
 
-const page = await inflate(packedText);
+const page = await inflate("packed").json();
+const pictures = new Uint8Array(await inflate("pictures").arrayBuffer());
 const datasets = Object.fromEntries(Object.entries(page.data).map(([name, table]) => [name, rowsOf(table)]));
 
 // The format specs the page uses, as Python shows them: ".3g", ".1%", ".2f", ",.0f".

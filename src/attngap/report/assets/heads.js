@@ -20,8 +20,9 @@ function setUpPanel(element) {
   function patterns(head) {
     element.querySelectorAll(".pattern").forEach((figure, i) => {
       const { caption, side, cell } = panel.passages[i];
-      const alt = `Head ${head.id}. ${caption}`;
-      drawMatrix(figure, { roots: bytesOf(head.patterns[i]), side, width: cell, alt });
+      const start = panel.offset + (i * heads.length + head.place) * side * side;
+      const roots = pictures.subarray(start, start + side * side);
+      drawMatrix(figure, { roots, side, most: 63, width: cell, alt: `Head ${head.id}. ${caption}` });
     });
   }
 

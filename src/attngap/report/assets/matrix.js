@@ -1,8 +1,4 @@
 // Attention weights as a picture: one pixel a cell, color the square root of the weight so that faint ones can be seen.
-function bytesOf(base64) {
-  return Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
-}
-
 // From clear over blue to orange, readable in both themes.
 const heatStops = [[130, 180, 222, 0], [130, 180, 222, 255], [42, 120, 181, 255], [110, 30, 90, 255], [213, 94, 0, 255]];
 function heat(value) {
@@ -11,13 +7,14 @@ function heat(value) {
   return heatStops[i].map((low, c) => low + (at - i) * (heatStops[i + 1][c] - low));
 }
 
-// `roots` are square roots of weights as bytes, `top` the weight a byte of 255 stands for; a cell covers `width` tokens.
-function drawMatrix(figure, { roots, side, top = 1, width = 1, tokens = null, alt = "" }) {
+// `roots` are square roots of weights in whole numbers up to `most`, which stands for a weight of `top`; a cell covers
+// `width` tokens.
+function drawMatrix(figure, { roots, side, most = 255, top = 1, width = 1, tokens = null, alt = "" }) {
   const canvas = figure.querySelector("canvas");
   canvas.width = canvas.height = side;
   const context = canvas.getContext("2d");
   const image = context.createImageData(side, side);
-  for (let i = 0; i < side * side; i += 1) image.data.set(heat(roots[i] / 255), 4 * i);
+  for (let i = 0; i < side * side; i += 1) image.data.set(heat(roots[i] / most), 4 * i);
   context.putImageData(image, 0, 0);
   canvas.setAttribute("aria-label", alt);
   const readout = figure.querySelector(".readout");
@@ -29,7 +26,7 @@ function drawMatrix(figure, { roots, side, top = 1, width = 1, tokens = null, al
     const cell = (part) => Math.min(side - 1, Math.max(0, Math.floor(part * side)));
     const j = cell((event.clientX - box.left) / box.width);
     const i = cell((event.clientY - box.top) / box.height);
-    const weight = (roots[i * side + j] / 255) ** 2 * top;
-    readout.textContent = `query ${span(i)}${token(i)}, key ${span(j)}${token(j)}: ${general(weight, 2)}`;
+    const weight = (roots[i * side + j] / most) ** 2 * top;
+    readout.textContent = `query ${span(i)}${token(i)}, key ${span(j)}${token(j)}: ${general(weight, most < 255 ? 1 : 2)}`;
   };
 }

@@ -56,8 +56,8 @@ def from_diagnosis(content: dict[str, Any], plans: list[Result]) -> list[str]:
     lost = sum(head.get("lost") or 0.0 for head in heads)
     few = max(1, round(len(damages) / 10))
     second = (
-        f"The worst {few} heads carry {sum(damages[:few]) / total:.0%} of the damage; {1 - lost / total:.0%} of all "
-        f"damage is unavoidable at rank {content['rank']}, and a better feature map could win back the other "
+        f"The worst {few} heads carry {sum(damages[:few]) / total:.0%} of the damage; about {1 - lost / total:.0%} of "
+        f"all damage is unavoidable at rank {content['rank']}, and a better feature map could win back the other "
         f"{lost / total:.0%}."
     )
     return [first, second]

@@ -1,5 +1,6 @@
 """The heads of one model: the map, one head in detail, the damage and where it sits, how far selection reaches."""
 
+import dataclasses
 from typing import Any
 
 from attngap.charts import heads as charts
@@ -14,12 +15,14 @@ TABLE = (
     Column("verdict", "verdict"),
     Column("damage", "damage", ".2g", "nats a token on text when this head alone is replaced"),
     Column("recall_damage", "recall damage", ".2g", "the same where a random sequence repeats"),
-    Column("unavoidable", "unavoidable", ".2g", "the part of the damage that no linear attention of this rank avoids"),
+    Column(
+        "unavoidable", "unavoidable", ".2g", "an estimate: what remains with the best weights constructed at this rank"
+    ),
     Column("floor", "floor", ".1%", "certified: no linear attention of this rank comes nearer"),
     Column("kappa", "κ", ".2f", "selection exponent, median row"),
     Column("sink", "sink", ".1%", "mass on the first tokens"),
     Column("far", "far", ".1%", "mass outside window and sinks"),
-    Column("reason", "why"),
+    Column("why", "why"),
 )
 DETAILS = (
     Column("damage", "damage, nats a token", ".3g"),
@@ -64,6 +67,7 @@ def head_rows(result: Result) -> list[Row]:
     rows = []
     for place, head in enumerate(result.content["heads"]):
         row = dict(head) | {"place": place}
+        row["why"] = head["reason"].split(";")[0]  # the costs have columns of their own
         row["words"] = f"{head['verdict'].capitalize()}: {head['reason']}"
         row["reads"] = [read_line(read) for read in head.get("reads") or []]
         row["bounds"] = bound_points(head, options.get("ranks") or [])
@@ -118,8 +122,6 @@ def _map(result: Result, rows: list[Row], suffix: str) -> Section:
 
 
 def _panel(id: str, map_id: str, table_id: str, rows: list[Row], patterns: Patterns | None) -> HeadPanel:
-    if patterns:
-        rows = [row | {"patterns": patterns.of(row["place"])} for row in rows]
     own = [
         PanelChart(
             "bounds",
@@ -129,19 +131,13 @@ def _panel(id: str, map_id: str, table_id: str, rows: list[Row], patterns: Patte
         ),
         PanelChart("spectrum", "Singular values of the weights between distant tokens.", charts.spectrum().to_dict()),
     ]
-    keep = {
-        "id",
-        "layer",
-        "head",
-        "words",
-        "reads",
-        "bounds",
-        "spectrum",
-        "patterns",
-        *(field.key for field in DETAILS),
-    }
+    keep = {"id", "layer", "head", "place", "words", "reads", "bounds", "spectrum"}
+    keep |= {field.key for field in DETAILS}
     slim = [{key: value for key, value in row.items() if key in keep} for row in rows]
-    return HeadPanel(id, map_id, table_id, slim, _measured(DETAILS, rows), own, patterns.passages() if patterns else ())
+    panel = HeadPanel(id, map_id, table_id, slim, _measured(DETAILS, rows), own)
+    if patterns is None:
+        return panel
+    return dataclasses.replace(panel, passages=patterns.passages(), pictures=patterns.cells())
 
 
 def _measured(columns: tuple[Column, ...], rows: list[Row]) -> list[Column]:
@@ -155,8 +151,8 @@ def _damage(result: Result, rows: list[Row], suffix: str) -> Section:
     few = max(1, round(len(rows) / 10))
     lead = (
         f"The worst {few} of {len(rows)} heads carry {sum(worst[:few]) / (total or 1.0):.0%} of the damage. "
-        f"Of all damage {certain / (total or 1.0):.0%} is unavoidable at rank {result.content.get('rank')}; "
-        "the rest is lost by the feature map and could be won back by a better one."
+        f"Of all damage {certain / (total or 1.0):.0%} would remain with the best weights constructed at rank "
+        f"{result.content.get('rank')}; the rest is lost by the feature map and could be won back by a better one."
     )
     split = Chart(
         f"damage-split{suffix}",
