@@ -22,6 +22,7 @@ from attngap.ops.hybrid_state import State, check_hybrid_state, empty_state, rol
 BLOCK = 64
 
 
+@torch.compiler.disable
 def hybrid_attention(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b h_kv t d"],
@@ -52,6 +53,8 @@ def hybrid_attention(
 
     A row is measured in units of the larger of its largest near weight and its far mass, so nothing overflows. A
     normalizer below 1e-6 in that unit (possible only with features of both signs) is replaced by 1e-6 with its sign.
+    Gradients flow through the state too; the backward is written by hand, cannot be differentiated again, and keeps
+    three numbers a row beyond inputs and outputs. Under torch.compile the op runs as it is, between compiled parts.
     """
     _check(q, k, v, fq, fk, window, sinks, log_gain, mask, chunk)
     temper = q.shape[3] ** -0.5 if scale is None else float(scale)

@@ -107,7 +107,7 @@ def make_tracks(layout: Layout, past, new) -> tuple[Track, Track, Track]:
 
 
 def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Tensor]) -> None:
-    """Fill `out` and the statistics m, n, c of all rows; S and z go from before the piece to after it."""
+    """Fill `out` and, if wanted, the statistics m, n, c of all rows; S and z go from before the piece to after it."""
     for block in piece.layout.blocks():
         V = piece.values.read(block.start, block.stop, piece.dtype, sinks=True)
         Q = piece.rows(piece.fq, block)
@@ -136,7 +136,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
             if T is not None:
                 rows_out.baddbmm_(T.mul_(c), V[:, piece.leave(block)])
         put_rows(out, block, rows_out.baddbmm_(Q.mul(c), S).div_(safe(n)))
-        for store, value in zip(stats, (m, n, c), strict=True):
+        for store, value in zip(stats, (m, n, c), strict=False):
             put_rows(store, block, value)
         if F is not None:
             S.baddbmm_(F.mT, V[:, piece.leave(block)])
@@ -243,7 +243,8 @@ class HybridBlocks(torch.autograd.Function):
         b, h, t, _ = q.shape
         sources = q, k, v, fq, fk, gain, past_k, past_v, past_fk
         out = q.new_empty(b, h, t, v.shape[3])
-        stats = [q.new_empty(b, h, t, dtype=S.dtype) for _ in range(3)]
+        kept = 3 if any(ctx.needs_input_grad) else 0
+        stats = [q.new_empty(b, h, t, dtype=S.dtype) for _ in range(kept)]
         after = S.clone(memory_format=torch.contiguous_format), z[..., None].clone()
         for part, piece in split(layout, scale, relative, sources, near):
             S_part, z_part = (x[part].flatten(0, 1) for x in after)
