@@ -150,7 +150,7 @@ def test_quick_takes_statistics_only():
     assert head.damage is None
     assert head.entropy is not None
     assert head.reason
-    with pytest.raises(AttngapError, match="no damage estimate.*without --quick"):
+    with pytest.raises(AttngapError, match=r"no damage estimate.*without --quick"):
         result.plan()
 
 
@@ -202,7 +202,7 @@ def test_bad_options_get_one_line(changes, message):
 
 def test_folders_in_use_are_refused(tmp_path):
     run(directory=tmp_path / "a", quick=True)
-    with pytest.raises(AttngapError, match="already holds a diagnosis.*--overwrite"):
+    with pytest.raises(AttngapError, match=r"already holds a diagnosis.*--overwrite"):
         run(directory=tmp_path / "a", quick=True)
     run(directory=tmp_path / "a", quick=True, overwrite=True)
     (tmp_path / "b").mkdir()
@@ -218,7 +218,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_result(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(work, "save_file", full)
-    with pytest.raises(AttngapError, match="No space left on device.*run the same command again"):
+    with pytest.raises(AttngapError, match=r"No space left on device.*run the same command again"):
         run(directory=tmp_path, quick=True)
     assert not (tmp_path / "diagnosis.json").exists()
     assert not list(tmp_path.rglob("*.draft"))

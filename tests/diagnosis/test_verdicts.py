@@ -37,7 +37,9 @@ def test_words():
         "a retrieval head: puts 60% on the token to copy when text repeats; costs 0.02 nats on text, 0.01 on recall; "
         "floor at rank 64 is 18.0%; 75% of that is unavoidable at rank 64"
     )
-    assert heads[1].reason == "75% on the first tokens, 24% nearby, 1% far; a window is enough, only 1.0% lies beyond it"
+    assert (
+        heads[1].reason == "75% on the first tokens, 24% nearby, 1% far; a window is enough, only 1.0% lies beyond it"
+    )
     assert heads[2].reason.startswith("60% on the first tokens, 20% nearby, 20% far; costs 0.0002 nats")
     assert heads[3].reason.startswith("mostly local: 80% nearby, 10% far")
 

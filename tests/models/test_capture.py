@@ -128,7 +128,7 @@ def test_a_second_capture_of_one_model_is_refused():
 
 def test_softcap_and_learned_sinks_are_refused_by_name():
     gemma = tf.Gemma2ForCausalLM(tf.Gemma2Config(**tiny_models.DECODER, head_dim=8))
-    with pytest.raises(AttngapError, match="Gemma2ForCausalLM has no SDPA attention.*Handled: plain, grouped-query"):
+    with pytest.raises(AttngapError, match=r"Gemma2ForCausalLM has no SDPA attention.*Handled: plain, grouped-query"):
         capture(gemma, lambda call: None).__enter__()
     model = tiny_models.make("llama")
     for name in ("softcap", "s_aux"):

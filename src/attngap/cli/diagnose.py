@@ -90,22 +90,22 @@ def show(result: "Diagnosis", output: Path) -> None:
 
 
 def _table(result: "Diagnosis") -> Any:
+    from rich import box
     from rich.table import Table
 
     quick = result.rank is None
-    table = Table(title=f"{result.model.name}: {len(result.heads)} heads", expand=True, pad_edge=False)
-    for name in ("head", "far", "κ"):
+    table = Table(title=f"{result.model.name}: {len(result.heads)} heads", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    names = ["head", "sink", "near", "far", "κ"]
+    names += [] if quick else [f"floor@{result.rank}", "damage", "recall"]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    if not quick:
-        for name in (f"floor r={result.rank}", "damage", "recall"):
-            table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("why", ratio=1)
+    for name in ("verdict", "kind"):
+        table.add_column(name, no_wrap=True)
     for head in ranked(result)[:SHOWN]:
-        cells = [head.id, f"{head.far:.0%}", "-" if head.kappa is None else f"{head.kappa:.2f}"]
+        cells = [head.id, f"{head.sink:.0%}", f"{head.near:.0%}", f"{head.far:.0%}", _fixed(head.kappa)]
         if not quick:
             cells += [_percent(head.floor), _number(head.damage), _number(head.recall_damage)]
-        table.add_row(*cells, head.verdict, _short(head))
+        table.add_row(*cells, head.verdict, head.kind)
     return table
 
 
@@ -137,9 +137,8 @@ def summary(result: "Diagnosis") -> list[str]:
     return lines
 
 
-def _short(head: "Head") -> str:
-    """The table has columns for the costs already."""
-    return head.reason.split(";")[0]
+def _fixed(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _percent(value: float | None) -> str:

@@ -53,13 +53,18 @@ def probes(result: Any, draws: int, generator: torch.Generator) -> Iterator[tupl
             yield pooled, torch.randn(pooled.shape, generator=generator)
         return
     cotangent = logits.detach().softmax(-1)  # p; minus it plus one at the label is the gradient of log p(label)
-    reached = cotangent.cumsum(-1)
+    labels = _labels(cotangent, draws, generator)
     cotangent.neg_()
-    for _ in range(draws):
-        height = torch.rand(*logits.shape[:-1], 1, generator=generator) * reached[..., -1:]
-        label = torch.searchsorted(reached, height).clamp(max=logits.shape[-1] - 1)
-        yield logits, cotangent.scatter_add_(-1, label, torch.ones_like(height))
-        cotangent.scatter_add_(-1, label, -torch.ones_like(height))
+    for label in labels.split(1, -1):
+        yield logits, cotangent.scatter_add_(-1, label, torch.ones_like(label, dtype=cotangent.dtype))
+        cotangent.scatter_add_(-1, label, -torch.ones_like(label, dtype=cotangent.dtype))
+
+
+def _labels(p: Float[Tensor, "1 t n"], draws: int, generator: torch.Generator) -> Int[Tensor, "1 t draws"]:
+    """Independent labels from p by its cumulative sums: one pass over the vocabulary for all draws."""
+    reached = p.cumsum(-1)
+    height = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype) * reached[..., -1:]
+    return torch.searchsorted(reached, height).clamp(max=p.shape[-1] - 1)
 
 
 def embedding(result: Any) -> Float[Tensor, "b d"]:

@@ -45,7 +45,6 @@ def examine(sequence: Sequence, exact: Float[Tensor, "h t dv"], depth: Depth) ->
         "spectrum": found.spectrum[:, :SPECTRUM],
         "cuts": torch.tensor([found.cuts, found.possible]),
         "ceiling": found.ceiling,
-        # Half precision would underflow; bfloat16 keeps the range, and damage needs two digits.
         "change": found.change.to(torch.bfloat16),
         "pattern": pattern(weights),
         **reads(weights, near.window, near.sinks),

@@ -12,6 +12,7 @@ from attngap.errors import AttngapError
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
 
 SCHEMA = "attngap.diagnosis/1"
+Kind = Literal["retrieval", "duplicate", "previous", "sink", "local", "selective", "broad"]
 
 
 class _Strict(BaseModel):
@@ -38,6 +39,7 @@ class Head(_Strict):
     kv_head: int
     verdict: Literal["keep", "replace", "window"]
     reason: str
+    kind: Kind = "broad"
     replaceable: bool = True
     # text, averaged over rows and passages
     entropy: float | None

@@ -181,7 +181,9 @@ def _changes(job: Job, name: str, call: Call) -> Tensor:
     change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact
     piece: dict[str, Any] = job.work.piece(f"deep-{name}-{call.layer}") or {}
     ceilings = piece.get("change")
-    return change[None] if ceilings is None else torch.cat([change[None], ceilings.float().transpose(0, 1)])
+    # Kept for all layers until the backward passes: bfloat16 halves that, and damage needs two digits.
+    change = change[None].to(torch.bfloat16)
+    return change if ceilings is None else torch.cat([change, ceilings.transpose(0, 1)])
 
 
 def _walk(model: PreTrainedModel, tokens: Tensor, watch: Callable[[Call], Any]) -> None:

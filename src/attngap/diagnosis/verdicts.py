@@ -1,6 +1,6 @@
 """A verdict a person understands, from a head's numbers."""
 
-from attngap.diagnosis.result import Head
+from attngap.diagnosis.result import Head, Kind
 
 RETRIEVES = 0.2  # mean weight on the token to copy, on the stress passage
 PREVIOUS = 0.4
@@ -12,6 +12,7 @@ def judge(heads: list[Head], keep: float, rank: int | None, unit: str = "nats") 
     scored = sorted((head for head in heads if head.importance is not None), key=lambda head: -(head.importance or 0.0))
     kept = {head.id for head in scored[: round(keep * len(scored))]}
     for head in heads:
+        head.kind = kind_of(head)
         if not head.replaceable:
             head.verdict = "keep"  # its reason was set by what forbids a replacement
             continue
@@ -38,21 +39,30 @@ def _reason(head: Head, rank: int | None, unit: str) -> str:
     return "; ".join(part for part in (what, cost, floor, _split(head, rank)) if part)
 
 
+def kind_of(head: Head) -> Kind:
+    """What the head does: the first of these that fits."""
+    tests: dict[Kind, bool] = {
+        "retrieval": (head.induction or 0.0) >= RETRIEVES,
+        "duplicate": (head.duplicate or 0.0) >= RETRIEVES,
+        "previous": (head.previous or 0.0) >= PREVIOUS,
+        "sink": head.sink >= 0.5,
+        "local": head.near >= 0.5,
+        "selective": (head.kappa or 0.0) >= 1,
+    }
+    return next((kind for kind, fits in tests.items() if fits), "broad")
+
+
 def character(head: Head) -> str:
-    """What the head does, in a few words."""
-    if (head.induction or 0.0) >= RETRIEVES:
-        return f"a retrieval head: puts {head.induction:.0%} on the token to copy when text repeats"
-    if (head.duplicate or 0.0) >= RETRIEVES:
-        return f"finds earlier copies of the same token ({head.duplicate:.0%})"
-    if (head.previous or 0.0) >= PREVIOUS:
-        return f"reads the token before ({head.previous:.0%})"
-    if head.sink >= 0.5:
-        return f"{head.sink:.0%} on the first tokens, {head.near:.0%} nearby, {head.far:.0%} far"
-    if head.near >= 0.5:
-        return f"mostly local: {head.near:.0%} nearby, {head.far:.0%} far"
-    if head.kappa is not None and head.kappa >= 1:
-        return f"selects single tokens, {head.far:.0%} of it far away"
-    return f"spreads widely: {head.far:.0%} far, top weight {head.top:.0%}"
+    """The same in a few words."""
+    return {
+        "retrieval": f"a retrieval head: puts {head.induction or 0:.0%} on the token to copy when text repeats",
+        "duplicate": f"finds earlier copies of the same token ({head.duplicate or 0:.0%})",
+        "previous": f"reads the token before ({head.previous or 0:.0%})",
+        "sink": f"{head.sink:.0%} on the first tokens, {head.near:.0%} nearby, {head.far:.0%} far",
+        "local": f"mostly local: {head.near:.0%} nearby, {head.far:.0%} far",
+        "selective": f"selects single tokens, {head.far:.0%} of it far away",
+        "broad": f"spreads widely: {head.far:.0%} far, top weight {head.top:.0%}",
+    }[head.kind]
 
 
 def _split(head: Head, rank: int | None) -> str:

@@ -1,0 +1,110 @@
+"""What a diagnosis costs: statistics against the model's own forward pass as the context grows, and a full run.
+
+    python benchmarks/diagnosis.py                     statistics at 1024, 2048, 4096 and 8192 tokens
+    python benchmarks/diagnosis.py --full              a whole diagnosis with the defaults
+
+Each measurement runs in a process of its own, so that its peak memory is its own.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+MODEL = "smollm2"
+
+
+def forward(context: int) -> dict[str, float]:
+    """The model's own forward pass, logits included, best of two."""
+    import torch
+
+    model, tokens = _inputs(context)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds)}
+
+
+def statistics(context: int) -> dict[str, float]:
+    """Forward pass with every statistic of every row of every head, best of two."""
+    import torch
+
+    from attngap.diagnosis.sequences import sequences
+    from attngap.diagnosis.survey import survey
+    from attngap.models.capture import capture
+
+    model, tokens = _inputs(context)
+
+    def watch(call) -> None:
+        for one in sequences(call):
+            survey(one, window=64, sinks=4)
+
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        with torch.no_grad(), capture(model.base_model, watch):
+            model.base_model(tokens, use_cache=False)
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds)}
+
+
+def full(context: int) -> dict[str, float]:
+    """A whole diagnosis with the default options."""
+    from attngap.diagnosis.diagnose import diagnose
+    from attngap.models.load import load
+
+    model, tokenizer = load(MODEL)
+    start = time.perf_counter()
+    found = diagnose(model, tokenizer, context=context)
+    return {"seconds": time.perf_counter() - start, **found.seconds}
+
+
+def _inputs(context: int):
+    from attngap.models.load import load
+    from attngap.models.texts import passages
+
+    model, tokenizer = load(MODEL)
+    return model, passages(tokenizer, context=context, count=1)
+
+
+def measured(task: str, context: int) -> dict[str, float]:
+    """Run one task in a fresh process."""
+    done = subprocess.run([sys.executable, __file__, "--task", task, "--context", str(context)], capture_output=True)
+    if done.returncode:
+        sys.exit(done.stderr.decode())
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", default="1024,2048,4096,8192")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--task", choices=["forward", "statistics", "full"], help=argparse.SUPPRESS)
+    parser.add_argument("--context", type=int, default=1024)
+    options = parser.parse_args()
+    if options.task:
+        found = {"forward": forward, "statistics": statistics, "full": full}[options.task](options.context)
+        found["gigabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        print(json.dumps(found))
+        return
+    if options.full:
+        print(json.dumps(measured("full", options.context)))
+        return
+    print(f"{'tokens':>7} {'forward s':>10} {'statistics s':>13} {'ratio':>6} {'forward GB':>11} {'statistics GB':>14}")
+    for context in map(int, options.contexts.split(",")):
+        own, ours = measured("forward", context), measured("statistics", context)
+        ratio = ours["seconds"] / own["seconds"]
+        print(
+            f"{context:>7} {own['seconds']:>10.2f} {ours['seconds']:>13.2f} {ratio:>6.2f} "
+            f"{own['gigabytes']:>11.2f} {ours['gigabytes']:>14.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

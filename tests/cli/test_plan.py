@@ -1,0 +1,47 @@
+"""`attngap plan`: from a diagnosis to a plan."""
+
+import json
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from attngap.cli.app import app
+from attngap.diagnosis.diagnose import diagnose
+
+RUNNER = CliRunner()
+TEXT = " ".join(f"{i} green bottles hanging on the wall." for i in range(500))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plan")
+    options = {"context": 48, "passages": 2, "ranks": (2, 4), "window": 6, "draws": 1}
+    diagnose(tiny_models.make("llama"), tiny_models.tokenizer(), TEXT, **options, directory=root / "out")
+    return root
+
+
+def test_a_plan_is_written_and_shown(place, tmp_path):
+    target = tmp_path / "plan.json"
+    done = RUNNER.invoke(app, ["plan", str(place / "out"), "--keep", "0.25", "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    assert "keeps 2 of 8 heads" in done.stdout
+    content = json.loads(target.read_text())
+    assert len(content["keep"]) == 2
+    printed = RUNNER.invoke(app, ["plan", str(place / "out"), "--keep", "0.25", "-o", str(target), "--json"])
+    assert json.loads(printed.stdout) == content
+
+
+def test_a_plan_by_groups(place, tmp_path):
+    target = tmp_path / "plan.json"
+    run = ["plan", str(place / "out"), "--keep", "0.5", "-o", str(target), "--granularity"]
+    assert RUNNER.invoke(app, [*run, "group"]).exit_code == 0
+    assert json.loads(target.read_text())["granularity"] == "group"
+    wrong = RUNNER.invoke(app, [*run, "layer"])
+    assert "No granularity 'layer'" in str(wrong.exception)
+
+
+def test_no_diagnosis_no_plan(tmp_path):
+    done = RUNNER.invoke(app, ["plan", str(tmp_path), "-o", str(tmp_path / "plan.json")])
+    assert "No diagnosis in" in str(done.exception)
+    assert not (tmp_path / "plan.json").exists()
