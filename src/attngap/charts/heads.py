@@ -1,6 +1,7 @@
 """Pictures of heads: the layer x head map, one head's floor and ceiling, where the damage sits."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from attngap.charts.frame import BLUE, ORANGE, TEAL, Row, altair, rows
@@ -164,24 +165,37 @@ def concentration(heads: Sequence[Row]):
     )
 
 
-def selection(heads: Sequence[Row], context: int):
-    """Selection exponent of each head against the context n* at which it would stop selecting (an extrapolation)."""
+def selection(heads: Sequence[Row], context: int, most: int = 48):
+    """Selection exponent against context, a line a head: kappa(n) = log(n* - 1) / log(n - 1) falls through 1 at n*.
+
+    The points are measured at `context`; the lines extrapolate, as n* does. Of many heads the `most` with the largest
+    n* are drawn.
+    """
     alt = altair()
-    base = alt.Chart(rows(heads, ["id", "verdict", "kappa", "n_star"]))
-    points = base.mark_circle(size=46, opacity=0.75).encode(
-        x=alt.X("n_star:Q", scale=alt.Scale(type="log"), title="n*: stops selecting beyond, tokens (extrapolated)"),
-        y=alt.Y("kappa:Q", title=f"selection exponent κ at {context:,} tokens"),
-        color=alt.Color(
-            "verdict:N",
-            scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())),
-            title=None,
-            legend=alt.Legend(orient="top"),
-        ),
-        tooltip=["id:N", "verdict:N", alt.Tooltip("kappa:Q", format=".2f"), alt.Tooltip("n_star:Q", format=",.0f")],
-    )
+    known = [head for head in heads if (head.get("n_star") or 0) > 2 and head.get("kappa") is not None]
+    chosen = sorted(known, key=lambda head: -head["n_star"])[:most]
+    lengths = [32 * 2 ** (step / 2) for step in range(31)]  # 32 to a million tokens
+    keys = ("id", "verdict", "n_star")
+    lines = [
+        {key: head[key] for key in keys} | {"n": n, "kappa": math.log(head["n_star"] - 1) / math.log(n - 1)}
+        for head in chosen
+        for n in lengths
+    ]
+    x = alt.X("n:Q", scale=alt.Scale(type="log"), title="context, tokens", axis=alt.Axis(tickCount=6, format="~s"))
+    y = alt.Y("kappa:Q", title="selection exponent κ", scale=alt.Scale(domain=[0, 2], clamp=True))
+    scale = alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
+    color = alt.Color("verdict:N", scale=scale, title=None, legend=alt.Legend(orient="top"))
+    tips = ["id:N", "verdict:N", alt.Tooltip("n_star:Q", format=",.0f", title="n*")]
+    drawn = alt.Chart(rows(lines)).mark_line(opacity=0.4, strokeWidth=1.2)
+    points = alt.Chart(rows([head | {"n": context} for head in chosen], [*keys, "kappa", "n"])).mark_circle(size=42)
     here = alt.Chart(rows([{"n": context}])).mark_rule(strokeDash=[4, 3]).encode(x="n:Q")
     one = alt.Chart(rows([{"kappa": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="kappa:Q")
-    return alt.layer(here, one, points).properties(width="container", height=280)
+    return alt.layer(
+        drawn.encode(x=x, y=y, color=color, detail="id:N", tooltip=tips),
+        here,
+        one,
+        points.encode(x=x, y=y, color=color, tooltip=tips),
+    ).properties(width="container", height=300)
 
 
 def plain_map():

@@ -16,7 +16,7 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
     x = alt.X(
         "state_floats:Q",
         scale=alt.Scale(type="log"),
-        title="state, floats after the whole sequence (all layers and heads)",
+        title="state after the whole sequence, floats",
     )
     y = alt.Y("score:Q", title=metric, scale=alt.Scale(zero=False))
     color = alt.Color(

@@ -228,7 +228,7 @@ def theory_lines() -> list[str]:
     return [
         *lines,
         "To put half of its weight on one of 10^6 equal tokens softmax needs a logit gap of 13.8; linear attention",
-        "needs a score ratio of 10^6. As n grows softmax (scale 1) concentrates beyond a = 0.618, the inverse golden ratio.",
+        "needs a score ratio of 10^6. As n grows softmax concentrates beyond a = 0.618, the inverse golden ratio.",
         "These are the weights of one construction; others let linear attention separate too, at that ratio's price.",
         "So a head that selects among many needs softmax, and the others may not: which is which, in this model?",
     ]

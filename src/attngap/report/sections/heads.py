@@ -184,13 +184,13 @@ def _verified(check: Row) -> str:
 
 def _selection(result: Result, rows: list[Row], suffix: str) -> Section:
     context = int(result.content.get("options", {}).get("context") or 1024)
-    points = [row for row in rows if row.get("kappa") is not None and row.get("n_star") is not None]
     chart = Chart(
         f"selection{suffix}",
         "Selection exponent and reach",
-        "Each head by its selection exponent and the context at which it would stop selecting",
-        charts.selection(points, context).to_dict(),
-        "κ ≥ 1 means that the top key holds half of a row's mass (an identity). n* = 1 + exp(M) is where that ends if "
-        "further keys are like the present ones: an extrapolation. Vertical line: the context measured.",
+        "Selection exponent of the most selective heads against context",
+        charts.selection(rows, context).to_dict(),
+        "κ ≥ 1 means that the top key holds half of a row's mass (an identity). Points are measured at "
+        f"{context:,} tokens, median row; lines extrapolate to where a head stops selecting, n*, if further keys are "
+        "like the present ones. The heads with the largest n* are drawn.",
     )
     return Section(f"selection{suffix}-section", "Selection", [chart])
