@@ -129,6 +129,12 @@ class Diagnosis(_Strict):
             raise AttngapError("A table needs pandas. Next: pip install 'attngap[report]'") from None
         return pd.DataFrame([flat(head, self.options["ranks"]) for head in self.heads])
 
+    def plot(self, color: str = "verdict"):
+        """The layer x head map as an Altair chart, for a notebook: color by verdict, damage, floor, kappa, sink, far."""
+        from attngap.charts.heads import head_map
+
+        return head_map([head.model_dump() for head in self.heads], color)
+
     def plan(self, keep: float = 0.1, granularity: Literal["head", "group"] = "head") -> Plan:
         """Keep softmax on the share `keep` of heads (or key-head groups) whose loss would hurt most.
 
