@@ -23,6 +23,7 @@ def cluster():
     cluster.shutdown()
 
 
+@pytest.mark.slow  # starting Ray's processes takes half a minute
 def test_jobs_errors_and_a_killed_node(cluster, tmp_path):
     """One cluster for three questions, since starting it takes most of the time."""
     outcomes = {outcome.index: outcome for outcome in run(square, [3, -1, 4], ray=cluster.address)}

@@ -43,7 +43,7 @@ def list_tasks(as_json: AsJson = False) -> None:
                 "model": preset.model,
                 "train": preset.train,
                 "learning_rates": preset.learning_rates,
-                "agreement": preset.agreement,
+                "published": preset.published,
             }
         )
     if as_json:
