@@ -130,7 +130,7 @@ class Diagnosis(_Strict):
         return pd.DataFrame([flat(head, self.options["ranks"]) for head in self.heads])
 
     def plot(self, color: str = "verdict"):
-        """The layer x head map as an Altair chart, for a notebook: color by verdict, damage, floor, kappa, sink, far."""
+        """The layer x head map as an Altair chart, for notebooks; colored by verdict, damage, floor, kappa, sink or far."""
         from attngap.charts.heads import head_map
 
         return head_map([head.model_dump() for head in self.heads], color)
