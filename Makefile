@@ -52,5 +52,9 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/attngap bench
 
+docs: $(VENV)/.dev  ## the generated pages, then the site
+	$(BIN)/python tools/reference.py
+	$(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV)

@@ -1,0 +1,75 @@
+"""The documents are true: snippets run, commands exist, links lead somewhere, generated pages are fresh."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tiny_models
+import typer.main
+
+from attngap.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts)
+WRITTEN = [page for page in PAGES if page.name not in ("results.md", "schema.md", "probes-schema.md")]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def with_code(language: str) -> list:
+    return [pytest.param(page, id=page.stem) for page in [*WRITTEN, ROOT / "README.md"] if blocks(page, language)]
+
+
+@pytest.mark.parametrize("page", [param for param in with_code("python") if param.id != "README"])
+def test_python_snippets_run_in_order(page, tmp_path, monkeypatch):
+    """As printed, in one namespace a page; the named model is a tiny one here, so that seconds are enough."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny_models.make("llama")
+    model.config.max_position_embeddings = 4096
+    monkeypatch.setattr("attngap.models.load.load", lambda *_, **__: (model, tiny_models.tokenizer()))
+    space: dict = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), space)
+
+
+@pytest.mark.parametrize("page", with_code("sh"))
+def test_commands_exist_with_the_options_shown(page):
+    commands = typer.main.get_command(app)
+    for line in "\n".join(blocks(page, "sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["attngap"]:
+            command, rest = commands, words[1:]
+            while hasattr(command, "commands"):
+                assert rest[0] in command.commands, line
+                command, rest = command.commands[rest[0]], rest[1:]
+            known = {flag for parameter in command.params for flag in parameter.opts}
+            assert {word.split("=")[0] for word in rest if word.startswith("-")} <= known, line
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_links_and_pictures_are_there(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert {str(page.relative_to(ROOT / "docs")) for page in PAGES} <= listed
+
+
+def test_pictures_are_small():
+    for picture in (ROOT / "docs" / "images").iterdir():
+        assert picture.stat().st_size < 300_000, picture.name
+
+
+def test_generated_pages_are_fresh():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    for page, content in reference.pages().items():
+        assert page.read_text(encoding="utf-8") == content, f"{page.name} is stale. Run: make docs"
