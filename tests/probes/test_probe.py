@@ -37,6 +37,14 @@ def test_an_object_or_a_function_of_one_s_own_trains_like_the_name():
     assert by_object.mechanism == by_function.mechanism == "doubled"
 
 
+def test_prediction_is_for_memories_of_fixed_size():
+    predictions = {
+        name: attngap.probe("copy", name, model=SMALL, train=QUICK).summary.predicted for name in ("elu", "softmax")
+    }
+    assert 0 < predictions["elu"] < 1
+    assert predictions["softmax"] is None
+
+
 def test_a_task_object_brings_its_options():
     result = attngap.probe(task("copy", items=3, symbols=5), "elu", model=SMALL, train=QUICK)
     assert result.chance == 1 / 5

@@ -30,13 +30,13 @@ PRESETS: dict[str, Preset] = {
     "copy": Preset(
         task={"items": 24, "symbols": 32},
         model={"width": 64, "heads": 4, "layers": 2, "positions": "rotary"},
-        train={"steps": 800},
+        train={"steps": 400},
         published="2402.01032: softmax copies, a model with a fixed state falls behind.",
     ),
     "selective-copy": Preset(
         task={"length": 24, "items": 8, "symbols": 32},
         model={"width": 64, "heads": 4, "layers": 2, "positions": "rotary"},
-        train={"steps": 800},
+        train={"steps": 600},
         published="Mamba (2312.00752) compares state-space models with and without gates; it has no softmax row.",
     ),
     "induction": Preset(
@@ -54,7 +54,7 @@ PRESETS: dict[str, Preset] = {
     "icl-regression": Preset(
         task={"dim": 3, "points": 16},
         model={"width": 32, "heads": 4, "layers": 2, "mlp": 2},
-        train={"steps": 1500},
+        train={"steps": 1000},
         published="2512.11784: softmax turns linear for Gaussian tokens and long prompts, so a small gap is expected.",
     ),
     "single-location": Preset(

@@ -44,7 +44,8 @@ def execute(job: Job, report: Report | None = None) -> dict[str, Any]:
 
 def describe(task: Task, model: Decoder, trained: Trained) -> dict[str, Any]:
     """What is stored of a run: its scores, and what they are to be measured against."""
-    rank = model.state_rank(task.tokens)
+    rank, floats = model.state_rank(task.tokens), model.state_floats(task.tokens)
+    bounded = floats == model.state_floats(2 * task.tokens)  # the law is about memories of fixed size
     return {
         **dataclasses.asdict(trained),
         "metric": task.metric,
@@ -52,9 +53,9 @@ def describe(task: Task, model: Decoder, trained: Trained) -> dict[str, Any]:
         "chance": task.chance,
         "best": task.best,
         "closed": None if trained.score is None else task.closed(trained.score),
-        "predicted": task.capacity(rank, model.options.value_dim),
+        "predicted": task.capacity(rank, model.options.value_dim) if bounded else None,
         "parameters": model.parameter_count,
-        "state_floats": model.state_floats(task.tokens),
+        "state_floats": floats,
         "state_rank": rank,
         "tokens": task.tokens,
     }
