@@ -1,4 +1,4 @@
-"""Make the pictures of README and docs: `python tools/pictures.py REPORT.html`, a report that `attngap demo` wrote."""
+"""Make the pictures of README and docs: `python tools/pictures.py REPORT.html [HEAD]`, with a report of SmolLM2."""
 
 import shutil
 import sys
@@ -29,8 +29,8 @@ def _success(kernel, n: int, needle: float) -> float:
     return law(kernel, n=n, d=514, a0=0.05, a1=needle, b=0.5, m=40).success
 
 
-def photograph(report: Path, path: Path) -> None:
-    """The top of a report, as a person first sees it."""
+def photograph(report: Path, path: Path, head: str | None) -> None:
+    """The top of a report, as a person first sees it, with one head open."""
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser_path is None:
         sys.exit("pictures: no chromium on this machine; Debian: apt-get install chromium")
@@ -39,8 +39,9 @@ def photograph(report: Path, path: Path) -> None:
         page = browser.new_page(viewport={"width": 1180, "height": 1180}, color_scheme="light")
         page.goto(report.absolute().as_uri())
         page.wait_for_selector("html[data-ready]")
-        page.locator("#map").scroll_into_view_if_needed()
-        page.evaluate("window.scrollTo(0, 0)")
+        if head:
+            page.select_option("#head [data-head]", head)
+        page.wait_for_timeout(500)  # the chosen square is outlined
         page.screenshot(path=str(path))
         browser.close()
 
@@ -48,5 +49,5 @@ def photograph(report: Path, path: Path) -> None:
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
     draw_law(IMAGES / "law.svg")
-    if len(sys.argv) == 2:
-        photograph(Path(sys.argv[1]), IMAGES / "report.png")
+    if len(sys.argv) > 1:
+        photograph(Path(sys.argv[1]), IMAGES / "report.png", sys.argv[2] if len(sys.argv) > 2 else None)

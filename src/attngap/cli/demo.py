@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DIAGNOSIS: dict[str, Any] = {"context": 512, "passages": 2, "ranks": (16, 64), "draws": 2}
 CONVERSION: dict[str, Any] = {"context": 512, "tokens": 10240, "steps": 40, "joint": 12, "rounds": 1}
 MEASURES: dict[str, Any] = {"passages": 3, "trials": 1, "lengths": (512,), "contexts": (1024, 4096, 16384)}
+PHASE: dict[str, Any] = {"n": 2**20, "d": 514, "m": 40, "b": 0.5, "cells": 24}
 KEEP = 0.1
 PROMPT = "The three primary colors are red, blue and yellow. The three primary colors are"
 NEW_TOKENS = 40
@@ -94,7 +95,7 @@ class Story:
         from attngap.theory.phase import phase
 
         with progress("phase diagram", total=8) as advance:
-            found = phase(n=2**20, d=514, m=40, b=0.5, cells=24, advance=advance)
+            found = phase(**PHASE, advance=advance)
         _write(path, {"schema": "attngap.phase/1", **found, "provenance": provenance()})
 
     def diagnose(self) -> None:

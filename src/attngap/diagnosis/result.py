@@ -130,7 +130,7 @@ class Diagnosis(_Strict):
         return pd.DataFrame([flat(head, self.options["ranks"]) for head in self.heads])
 
     def plot(self, color: str = "verdict"):
-        """The layer x head map as an Altair chart, for notebooks; colored by verdict, damage, floor, kappa, sink or far."""
+        """The layer x head map as an Altair chart; `color` is "verdict" or a number such as "damage" or "floor"."""
         from attngap.charts.heads import head_map
 
         return head_map([head.model_dump() for head in self.heads], color)
