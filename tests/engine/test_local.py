@@ -82,6 +82,17 @@ def test_interrupt_stops_cleanly(tmp_path):
     assert_gone(tmp_path)
 
 
+def test_workers_end_with_a_killed_driver(tmp_path):
+    """Nothing is left behind by kill -9, which no driver can answer."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], start_new_session=True)
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert_gone(tmp_path)
+
+
 def assert_gone(folder):
     """Every process that began a job has ended (a zombie has)."""
     pids = {int(path.name.split("-")[2]) for path in folder.iterdir()}

@@ -1,11 +1,17 @@
 """Jobs on this machine, by joblib's process pool."""
 
 import contextlib
+import functools
+import os
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attngap.engine.outcome import Outcome, attempt
+
+WATCH_SECONDS = 0.5
 
 
 def run_local(
@@ -49,7 +55,7 @@ def _pool(
     def hand_out():
         for index in batch:
             started.add(index)
-            yield delayed(attempt)(function, index, jobs[index])
+            yield delayed(_attempt_in_worker)(function, index, jobs[index], os.getpid())
 
     # One job at a time and none in advance: what is handed out and not back is what was running.
     options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "1*n_jobs", "batch_size": 1}
@@ -63,3 +69,20 @@ def _pool(
         with warnings.catch_warnings():  # joblib warns that jobs were canceled: that is what closing is for
             warnings.simplefilter("ignore")
             stream.close()
+
+
+def _attempt_in_worker(function: Callable[[Any], Any], index: int, job: Any, driver: int) -> Outcome:
+    _end_with(driver)
+    return attempt(function, index, job)
+
+
+@functools.cache
+def _end_with(driver: int) -> None:
+    """Watch for the driver's death from a thread: a killed driver cannot stop its workers, which would work on."""
+
+    def watch() -> None:
+        while os.getppid() == driver:
+            time.sleep(WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
