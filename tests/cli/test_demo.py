@@ -24,7 +24,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(
         loading, "load", lambda name, **options: (model, tokenizer) if name == "tiny" else real(name, **options)
     )
-    monkeypatch.setattr(demo, "DIAGNOSIS", {"context": 64, "passages": 1, "ranks": (4,), "draws": 1, "window": 16})
+    monkeypatch.setattr(demo, "DIAGNOSIS", {"context": 64, "passages": 2, "ranks": (4,), "draws": 1, "window": 16})
     short = {"context": 64, "tokens": 512, "steps": 2, "joint": 1, "rounds": 1}
     monkeypatch.setattr(demo, "CONVERSION", short)
     monkeypatch.setattr(demo, "MEASURES", {"passages": 1, "trials": 1, "lengths": (64,), "contexts": (128,)})
