@@ -55,15 +55,20 @@ class Folded:
         self.outer = min(x.shape[1], heads)
         self.repeat, self.group = heads // self.outer, x.shape[1] // self.outer
 
-    def read(self, span: Span) -> Tensor:
+    def rows(self, span: Span) -> int:
+        return self.group * span.chunk
+
+    def read(self, span: Span, out: Tensor | None = None) -> Tensor:
+        """Into `out` (count b heads, rows, w), which may be strided; into fresh memory if None."""
         cut = self._cut(span)
+        if out is None:
+            n = span.count * cut.shape[1] * self.outer * self.repeat
+            out = cut.new_empty((n, self.rows(span), cut.shape[5]), dtype=self.dtype)
+        place = out.view(*cut.shape[:3], self.repeat * self.group, *cut.shape[4:])
+        place.copy_(cut)
         if self.mask is not None:
-            cut = cut.masked_fill(self._hidden(self.mask, span), 0.0)
-        if self.repeat > 1:
-            count, b, heads, _, c, w = cut.shape
-            cut = cut.expand(count, b, heads, self.repeat, c, w)
-            return cut.reshape(-1, c, w).to(self.dtype)
-        return cut.reshape(-1, self.group * span.chunk, cut.shape[5]).to(self.dtype)
+            place.masked_fill_(self._hidden(self.mask, span), 0.0)
+        return out
 
     def write(self, span: Span, value: Tensor, factor: Tensor | None = None) -> None:
         """The value, times a factor a row."""

@@ -88,9 +88,12 @@ class Run:
     def folded(self, x: Tensor) -> Folded:
         return Folded(x, self.setting.heads, self.setting.dtype, self.mask)
 
+    def load(self, name: str, x: Folded, span: Span) -> Tensor:
+        return x.read(span, self.scratch(name, span.count * self.n, x.rows(span), x.x.shape[3]))
+
     def enter(self, span: Span) -> None:
-        self.q, self.k, self.v = (x.read(span) for x in self.inputs)
-        self.decay.enter(None if self.log_decay is None else self.log_decay.read(span))
+        self.q, self.k, self.v = (self.load(name, x, span) for name, x in zip("qkv", self.inputs, strict=True))
+        self.decay.enter(None if self.log_decay is None else self.load("log_decay", self.log_decay, span))
         self.read, self.written = self.decay.read(self.q), self.decay.write(self.k)
 
 
@@ -139,7 +142,8 @@ class Grads:
 
     def forward_in_time(self, span: Span, before: States) -> None:
         run, scratch, decay = self.run, self.run.scratch, self.run.decay
-        above, weight = self.d_rows.read(span), None  # gradients of the rows' numerators and normalizers
+        # The gradients of the rows' numerators and of their normalizers.
+        above, weight = run.load("d_rows", self.d_rows, span), None
         d_scores = scratch("d_scores", *run.q.shape[:2], run.k.shape[1])
         if before.z is None:
             torch.bmm(above, run.v.mT, out=d_scores)
@@ -147,7 +151,7 @@ class Grads:
             normalizer = _normalizer(decay.scores(run.q, run.k), run.read, before.z)
             inverse = safe(normalizer).reciprocal_()
             above = torch.mul(above, inverse, out=scratch("above", *above.shape))
-            weight = torch.linalg.vecdot(above, self.rows.read(span)).neg_()[..., None]
+            weight = torch.linalg.vecdot(above, run.load("rows", self.rows, span)).neg_()[..., None]
             weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
             self.numbers.put(span, inverse, weight)
             torch.baddbmm(weight, above, run.v.mT, out=d_scores)
@@ -172,7 +176,7 @@ class Grads:
 
     def backward_in_time(self, span: Span, back: Carried) -> None:
         run, scratch, decay = self.run, self.run.scratch, self.run.decay
-        above, weight = self.d_rows.read(span), None
+        above, weight = run.load("d_rows", self.d_rows, span), None
         if back.z is not None:
             inverse, weight = self.numbers.get(span)
             above = torch.mul(above, inverse, out=scratch("above", *above.shape))
