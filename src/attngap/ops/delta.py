@@ -1,6 +1,5 @@
 """The delta rule: a memory that is corrected instead of added to, in time linear in the sequence."""
 
-import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
@@ -16,12 +15,13 @@ from attngap.ops.check import (
 from attngap.ops.delta_chunks import DeltaChunks
 from attngap.ops.linear_chunks import Setting
 from attngap.ops.naive import expand_heads
+from attngap.ops.uncompiled import uncompiled
 
 State = dict[str, Tensor]
 CHUNK = 64
 
 
-@torch.compiler.disable
+@uncompiled
 def delta_attention(
     q: Float[Tensor, "b h t r"],
     k: Float[Tensor, "b h_kv t r"],

@@ -99,16 +99,20 @@ class Run:
         return Folded(x, self.setting.heads, self.setting.dtype, self.mask)
 
     def enter(self, span: Span) -> None:
-        q, self.k, self.v, self.beta = (x.read(span) for x in self.inputs)
-        m, c, r = self.k.shape
-        self.queries = q.shape[1]
-        self.x = torch.cat((q, self.k), 1, out=self.scratch("x", m, self.queries + c, r))
-        g = None if self.log_decay is None else self.log_decay.read(span)
+        scratch, (q, k, v, beta) = self.scratch, self.inputs
+        m, c, (r, dv) = span.count * self.n, span.chunk, (k.x.shape[3], v.x.shape[3])
+        self.queries = q.rows(span)
+        self.x = scratch("x", m, self.queries + c, r)
+        q.read(span, self.x[:, : self.queries])
+        self.k = k.read(span, self.x[:, self.queries :])
+        self.v, self.beta = v.read(span, scratch("v", m, c, dv)), beta.read(span, scratch("beta", m, c, 1))
+        g = self.log_decay
+        g = None if g is None else g.read(span, scratch("g", m, c, g.x.shape[3]))
         self.decay.enter(g)
         self.read, self.written = self.decay.read(self.x), self.decay.write(self.k)
         self.keep = None if g is None else weight_exp_(g.sum(1, keepdim=True)).mT
         self.scores = self.decay.scores(self.x, self.k)
-        self.system = torch.mul(self.scores[:, self.queries :], self.beta.mT, out=self.scratch("system", m, c, c))
+        self.system = torch.mul(self.scores[:, self.queries :], self.beta.mT, out=scratch("system", m, c, c))
 
     def chunk(self, j: int) -> slice:
         return slice(j * self.n, (j + 1) * self.n)
@@ -187,7 +191,7 @@ class Grads:
         m, _, dv = run.v.shape
         after = scratch("after", m, *R.shape[1:])
         above = scratch("above", m, run.x.shape[1], dv)
-        above[:, :queries] = self.d_out.read(span)
+        self.d_out.read(span, above[:, :queries])
         dU = torch.bmm(run.scores[:, :queries].mT, above[:, :queries])
         dE = scratch("dE", *run.v.shape)
         for j in reversed(range(span.count)):

@@ -18,11 +18,12 @@ from attngap.ops.check import (
 from attngap.ops.hybrid_blocks import HybridBlocks, Near, forward_rows, split
 from attngap.ops.hybrid_layout import Layout
 from attngap.ops.hybrid_state import State, check_hybrid_state, empty_state, roll_up, step, unroll
+from attngap.ops.uncompiled import uncompiled
 
 BLOCK = 64
 
 
-@torch.compiler.disable
+@uncompiled
 def hybrid_attention(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b h_kv t d"],
@@ -122,7 +123,7 @@ def near_attention(
     acc = accumulate_dtype(q.dtype)
     out, stats = q.new_empty(b, h, t, v.shape[3], dtype=acc), [q.new_empty(b, h, t, dtype=acc) for _ in range(3)]
     state = empty_state(k, v, fk, window, sinks)
-    sources = q, k, v, fq, fk, _gain(None, q), *unroll(state, 0, window, sinks)
+    sources = (q, k, v, fq, fk, _gain(None, q), *unroll(state, 0, window, sinks))
     for part, piece in split(layout, d**-0.5 if scale is None else float(scale), False, sources, None):
         S, z = state["S"][part].flatten(0, 1), state["z"][part].flatten(0, 1)[..., None]
         forward_rows(piece, S, z, out[part], [x[part] for x in stats])
