@@ -4,11 +4,11 @@
 is there already, at once; otherwise right after somebody imports it.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,16 +24,15 @@ def install() -> None:
 
 
 def _register() -> None:
-    from attngap.models.auto import register
-
-    register()
+    """Importing the module registers; where that import is what loaded the registry, it registers when it is done."""
+    importlib.import_module("attngap.models.auto")
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
     """Steps aside at the first import of the registry, and wraps its loader."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != REGISTRY:
             return None

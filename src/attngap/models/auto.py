@@ -33,7 +33,7 @@ class ConvertedModel:
     ) -> PreTrainedModel:
         from attngap.models.save import load_converted
 
-        ignored = {name for name, value in options.items() if value not in (None, False, "main", "sdpa", NAME_OF_US)}
+        ignored = {name for name, value in options.items() if value not in (None, False, "main", "sdpa", MODEL_TYPE)}
         if ignored - {"adapter_kwargs", "_from_auto", "name_or_path", "code_revision"}:
             raise AttngapError(
                 f"A converted folder does not take {', '.join(sorted(ignored))}. "
@@ -44,11 +44,7 @@ class ConvertedModel:
         return model
 
 
-NAME_OF_US = "attngap"
-
-
-def register() -> None:
-    """Make AutoConfig and the Auto model classes know converted folders; once is enough, twice does no harm."""
-    AutoConfig.register(MODEL_TYPE, ConvertedConfig, exist_ok=True)
-    for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
-        auto.register(ConvertedConfig, ConvertedModel, exist_ok=True)  # pyright: ignore[reportArgumentType]
+# On import, and not in a function: attngap.autoload imports this module the moment transformers' registry is loaded.
+AutoConfig.register(MODEL_TYPE, ConvertedConfig, exist_ok=True)
+for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
+    auto.register(ConvertedConfig, ConvertedModel, exist_ok=True)  # pyright: ignore[reportArgumentType]
