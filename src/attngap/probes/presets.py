@@ -6,6 +6,7 @@ from typing import Any
 from attngap.errors import unknown
 
 RATES = (4e-3, 1.5e-3)
+ONE_ANSWER = {"validation": 2048, "test": 8192}  # where a sequence asks one question, more of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,14 @@ PRESETS: dict[str, Preset] = {
     ),
     "induction": Preset(
         task={"passage": 24, "queries": 12, "vocabulary": 128},
-        model={"width": 32, "heads": 2, "layers": 1},
+        model={"width": 64, "heads": 2, "layers": 1},
         train={"steps": 800},
         published="2209.11895 describes the softmax circuit; no ranking is published for this shuffled form.",
     ),
     "needle": Preset(
         task={"rows": 128, "kinds": 16},
         model={"width": 32, "heads": 1, "layers": 1, "conv": 0},
-        train={"steps": 400},
+        train={"steps": 400, **ONE_ANSWER},
         published="2310.11685: softmax separates, linear scores do not, at weights of like size.",
     ),
     "icl-regression": Preset(
@@ -60,7 +61,7 @@ PRESETS: dict[str, Preset] = {
     "single-location": Preset(
         task={"dim": 16, "length": 64},
         model={"width": 32, "heads": 1, "layers": 1, "conv": 0},
-        train={"steps": 400},
+        train={"steps": 400, **ONE_ANSWER},
         published="2509.21936: softmax reaches the Bayes risk, linear scores do not. The query is fixed here, so a "
         "feature map with an exponential side (elu) can hold the Bayes weights, and does.",
     ),
