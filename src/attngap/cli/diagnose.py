@@ -24,7 +24,7 @@ def diagnose(
     sinks: Annotated[int, typer.Option(help="First keys that a replacement keeps exact.")] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="Statistics only: no floors, fits or damage.")] = False,
     verify: Annotated[int, typer.Option(help="Replace this many heads for real and compare.")] = 0,
-    draws: Annotated[int, typer.Option(help="Backward passes a passage for the damage estimate.")] = 4,
+    draws: Annotated[int, typer.Option(help="Backward passes a passage for the damage estimate.")] = 1,
     seed: Annotated[int, typer.Option(help="Chooses passages and labels.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result in the folder.")] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load weights that can run code.")] = False,

@@ -105,15 +105,17 @@ def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
 
 
 def _damages(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
-    """Damage is the mean over text passages; the ceiling's share of it is known on the first passage."""
-    pieces = [_piece(job, f"damage-{i}")[str(layer)] for i in range(len(job.text))]
-    stress = score(_piece(job, f"damage-{STRESS}")[str(layer)], labels=job.shape.labels)  # (1 + ranks, h)
-    scores = [score(piece, labels=job.shape.labels) for piece in pieces]
-    fitted = torch.stack([one[0] for one in scores]).mean(0)
+    """Damage is the mean over text passages; the ceiling's is to the fit's as on the first passage."""
+    found = {
+        name: score(_piece(job, f"damage-{name}")[str(layer)], labels=job.shape.labels) for name, _ in job.damaged()
+    }
+    stress, first = found.pop(STRESS), found["0"]  # (1 + ranks, h)
+    fitted = torch.stack([one[0] for one in found.values()]).mean(0)
     place = job.depth.ranks.index(rank)
     rows = []
     for head in range(job.shape.heads):
-        best, damage = scores[0][1:, head], float(fitted[head])
+        damage = float(fitted[head])
+        best = first[1:, head] / first[0, head].clamp(min=torch.finfo(first.dtype).tiny) * damage
         unavoidable = min(float(best[place]), damage)
         rows.append(
             {

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.diagnosis import assemble
@@ -22,7 +23,9 @@ from attngap.models.texts import stress
 from attngap.provenance import provenance
 
 KEEP = 0.1  # the share of heads that verdicts keep; a plan may keep another
-VERIFY_PASSAGES = 2
+MORE = (8, 4, 2, 1)  # additional, shorter passages for damage: as many of these as the text has room for
+MORE_CONTEXT = 512
+VERIFY_PASSAGES = 4
 VERIFY_CONTEXT = 512
 
 
@@ -39,7 +42,7 @@ def diagnose(
     quick: bool = False,
     verify: int = 0,
     seed: int = 0,
-    draws: int = 4,
+    draws: int = 1,
     directory: str | Path | None = None,
     overwrite: bool = False,
     name: str | None = None,
@@ -55,6 +58,7 @@ def diagnose(
     _check(model, context, passages, ranks, window, sinks, draws, verify, quick)
     calibration = cut(tokenizer, text, context=context, count=passages, seed=seed)
     held_out = _held_out(tokenizer, text, context, seed) if verify else None
+    more = _more(tokenizer, text, min(context, MORE_CONTEXT), seed)
     repeated, period = stress(tokenizer, context=context, seed=seed)
     shape = shape_of(model, calibration[:1])
     facts = ModelFacts(
@@ -79,7 +83,7 @@ def diagnose(
     replacement = Replacement(window=window, sinks=sinks)
     with _folder(directory, key, overwrite) as work:
         depth = Depth(tuple(ranks), replacement)
-        job = Job(model, shape, calibration, repeated, period, depth, draws, seed, work, quiet)
+        job = Job(model, shape, calibration, more, repeated, period, depth, draws, seed, work, quiet)
         seconds = _stages(job, quick)
         result = _assemble(job, tokenizer, facts, options | {"verify": verify}, seconds)
         if held_out is not None:
@@ -145,10 +149,19 @@ def _notes(job: Job, options: dict) -> list[str]:
             "bidirectional attention: floors are Eckart-Young on the whole matrix, window and sinks do not apply"
         )
     notes.append("unavoidable is the damage of the best weights constructed at that rank: an estimate, not a bound")
-    notes.append("floors, ceilings and unavoidable damage are from the first passage, all else from every passage")
+    notes.append("floors, ceilings and the unavoidable share are from the first passage, all else from every passage")
+    if job.more:
+        notes.append(f"damage was estimated on {len(job.more)} more passages of {job.more[0].shape[1]} tokens as well")
     if options["context"] > DEPTH:
         notes.append(f"floors, fits and damage look at the first {DEPTH} tokens of each passage")
     return notes
+
+
+def _more(tokenizer, text, context: int, seed: int) -> list[Tensor]:
+    for count in MORE:
+        with contextlib.suppress(AttngapError):
+            return list(cut(tokenizer, text, context=context, count=count, seed=seed + 1).split(1))
+    return []
 
 
 def _held_out(tokenizer, text, context: int, seed: int):

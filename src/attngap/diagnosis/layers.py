@@ -77,8 +77,9 @@ def fit(batch: list[Sequence], exact: Float[Tensor, "b h t dv"], options: Replac
     if barrier(batch[0]) is not None:
         return None
     candidate = new_replacement(batch[0], options)
+    q, k, v = streams(batch)
     with torch.enable_grad():
-        fit_layer(candidate, *(x.detach() for x in streams(batch)), exact.detach(), QUICK)
+        fit_layer(candidate, q, k, v, exact, QUICK)
     return candidate.requires_grad_(False)
 
 

@@ -17,10 +17,12 @@ from attngap.diagnosis.survey import survey
 from attngap.diagnosis.work import Work
 from attngap.errors import AttngapError
 from attngap.models.capture import Call, capture
+from attngap.models.swap import NAME as CONVERTED
 from attngap.progress import progress
 
 DEPTH = 1024  # floors, fits and damage look at the first tokens of a passage only; statistics at all of it
 STRESS = "stress"
+STRESS_DRAWS = 4  # there is one stress passage and many of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Job:
     model: PreTrainedModel
     shape: Shape
     text: Int[Tensor, "p t"]
+    more: list[Int[Tensor, "1 t"]]  # shorter passages for damage: it varies more with the text than with the labels
     stress: Int[Tensor, "1 t"]
     period: int
     depth: Depth
@@ -55,9 +58,18 @@ class Job:
         """Every passage by name, the stress passage last."""
         return [(str(i), row[None]) for i, row in enumerate(self.text)] + [(STRESS, self.stress)]
 
+    def damaged(self) -> list[tuple[str, Tensor]]:
+        """Passages that damage is estimated on."""
+        return self.passages() + [(f"more-{i}", tokens) for i, tokens in enumerate(self.more)]
+
 
 def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
     """Look at a few tokens: how many layers and heads there are, and whether the model can be watched at all."""
+    if model.config._attn_implementation == CONVERTED:
+        raise AttngapError(
+            "This model was converted by attngap: its replaced heads have no softmax to look at. "
+            "Diagnose the model it was made from"
+        )
     seen: list[Call] = []
     with torch.no_grad(), capture(model, lambda call: seen.append(call)):
         labels = getattr(run(model, tokens[:, :8]), "logits", None) is not None
@@ -155,7 +167,7 @@ def load_fit(job: Job, layer: int, one: Sequence):
 
 def estimate_damage(job: Job) -> None:
     """Backward passes on every passage; the ceiling's change is known on the first text passage and on stress."""
-    passages = job.passages()
+    passages = job.damaged()
     if all(job.work.has(f"damage-{name}") for name, _ in passages):
         return
     with progress("damage, backward passes", len(passages), quiet=job.quiet) as advance:
@@ -167,9 +179,8 @@ def estimate_damage(job: Job) -> None:
 
 
 def _damage(job: Job, name: str, tokens: Tensor, seed: int) -> dict[str, Tensor]:
-    found = projections(
-        job.model, tokens[:, :DEPTH], lambda call: _changes(job, name, call), draws=job.draws, seed=seed
-    )
+    draws = job.draws * (STRESS_DRAWS if name == STRESS else 1)
+    found = projections(job.model, tokens[:, :DEPTH], lambda call: _changes(job, name, call), draws=draws, seed=seed)
     return {str(layer): one for layer, one in enumerate(found)}
 
 
@@ -194,4 +205,4 @@ def _walk(model: PreTrainedModel, tokens: Tensor, watch: Callable[[Call], Any]) 
 
 
 def _title(name: str) -> str:
-    return "stress passage" if name == STRESS else f"passage {int(name) + 1}"
+    return "stress passage" if name == STRESS else f"passage {name}"

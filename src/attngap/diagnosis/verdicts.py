@@ -49,7 +49,10 @@ def kind_of(head: Head) -> Kind:
         "local": head.near >= 0.5,
         "selective": (head.kappa or 0.0) >= 1,
     }
-    return next((kind for kind, fits in tests.items() if fits), "broad")
+    for kind, fits in tests.items():
+        if fits:
+            return kind
+    return "broad"
 
 
 def character(head: Head) -> str:

@@ -1,5 +1,7 @@
 """Measure what the estimates predict: replace one head for real and compare the model's predictions."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from scipy.stats import spearmanr
@@ -39,10 +41,18 @@ def verify(job: Job, heads: list[Head], tokens: Int[Tensor, "p t"], count: int) 
         heads=[head.id for head in chosen],
         measured=measured,
         estimated=estimated,
-        spearman=float(spearmanr(measured, estimated)[0]) if len(chosen) > 2 else None,
+        spearman=_spearman(measured, estimated),
         passages=len(tokens),
         context=tokens.shape[1],
     )
+
+
+def _spearman(a: list[float], b: list[float]) -> float | None:
+    """None where one of them is constant, and a rank correlation is not defined."""
+    if min(len(set(a)), len(set(b))) < 2:
+        return None
+    found: Any = spearmanr(a, b)
+    return float(found.statistic)
 
 
 def predictions(result) -> Tensor:

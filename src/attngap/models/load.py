@@ -54,17 +54,17 @@ def load(
     name = str(model)
     path = _wheel(name) if name in ALIASES else Path(name).expanduser()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    dtype = dtype or torch.float32
+    chosen = dtype or torch.float32
     if path.is_file() or path.suffix == ".gguf":
-        return _load_gguf(path, options, dtype)
+        return _load_gguf(path, options, chosen)
     if not path.is_dir():
-        return _load_hub(name, options, dtype, allow_pickle)
+        return _load_hub(name, options, chosen, allow_pickle)
     if (path / "attngap.json").exists():
         from attngap.models.save import load_converted  # imports this module for the base model
 
-        return load_converted(path)
+        return load_converted(path, dtype=dtype)
     _check_folder(path, allow_pickle)
-    return _load_pretrained(str(path), name, options, dtype, allow_pickle)
+    return _load_pretrained(str(path), name, options, chosen, allow_pickle)
 
 
 def _wheel(alias: str) -> Path:
