@@ -122,6 +122,7 @@ def phase(
     Example: attngap theory phase -o phase.html -o phase.png
     """
     from attngap.progress import progress
+    from attngap.provenance import provenance
     from attngap.report.phase import check_path, phase_chart, save
     from attngap.theory import kernels
     from attngap.theory.phase import phase as compute
@@ -136,7 +137,7 @@ def phase(
         save(chart, path)
         typer.echo(f"wrote {path}", err=True)
     if as_json:
-        emit(result)
+        emit({"schema": "attngap.phase/1", **result, "provenance": provenance()})
 
 
 @theory.command()

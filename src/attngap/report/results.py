@@ -15,7 +15,7 @@ KINDS = {
     "diagnosis": (1, "attngap diagnose MODEL -o DIR"),
     "plan": (1, "attngap plan DIR -o plan.json"),
     "receipt": (1, "attngap eval DIR"),
-    "phase": (1, "attngap theory phase -o phase.html"),
+    "phase": (1, "attngap theory phase --json -o phase.html > phase.json"),
     "samples": (1, "attngap demo"),
 }
 FILES = ("*.json", "*/*.json", "*.sqlite", "*/*.sqlite", "*.db", "*/*.db")

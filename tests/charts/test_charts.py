@@ -1,0 +1,94 @@
+"""Charts: what they draw is what they were given, and Vega-Lite accepts every one of them."""
+
+import json
+import random
+
+import made_up
+import pytest
+import vl_convert
+
+from attngap.charts import conversion, heads, law, probes
+from attngap.errors import AttngapError
+
+
+@pytest.fixture(scope="module")
+def rows():
+    dice = random.Random(0)
+    return [made_up.head(layer, place, 2, 4, dice) for layer in range(3) for place in range(4)]
+
+
+def drawn(chart) -> list[dict]:
+    """The rows of a chart's first data set."""
+    spec = chart.to_dict()
+    while "layer" in spec and "data" not in spec:
+        spec = spec["layer"][0]
+    return json.loads(spec["data"]["values"])
+
+
+def charts(rows):
+    points = [{"kept": 0.1, "model": "converted", "value": 1.02}, {"kept": 1.0, "model": "converted", "value": 1.0}]
+    speed = [{"context": n, "model": name, "value": n / 7} for n in (1024, 4096) for name in ("original", "converted")]
+    score = {"mechanism": "elu", "state_floats": 272, "score": 0.3, "low": 0.2, "high": 0.4, "predicted": 0.5}
+    yield from (heads.head_map(rows, color) for color in ("verdict", *(metric.key for metric in heads.METRICS)))
+    yield heads.bounds([{"rank": 8, "floor": 0.1, "ceiling": 0.2}, {"rank": 16, "floor": 0.05, "ceiling": 0.1}])
+    yield heads.spectrum([{"place": 1, "value": 0.5}, {"place": 2, "value": 0.1}])
+    yield from (heads.damage_split(rows), heads.concentration(rows), heads.selection(rows, 256))
+    yield conversion.quality_against_kept(points, "perplexity")
+    yield conversion.predicted_damage([{"kept": 3, "kind": "text", "damage": 0.1}], 3)
+    yield conversion.against_context(speed, "tokens a second", 2048.0)
+    yield law.success_curves([{"needle": 0.7, "kernel": "softmax", "success": 1.0}])
+    yield probes.score_against_state([score], "accuracy", 0.1, 1.0)
+
+
+def test_every_chart_compiles(rows):
+    for chart in charts(rows):
+        svg = vl_convert.vegalite_to_svg(chart.to_dict())
+        assert "<path" in svg
+
+
+def test_the_map_has_a_square_for_every_head(rows):
+    assert [row["id"] for row in drawn(heads.head_map(rows, "floor"))] == [row["id"] for row in rows]
+
+
+def test_an_unknown_color_names_those_that_exist(rows):
+    with pytest.raises(AttngapError, match=r"No color 'flor'\. Did you mean 'floor'\?"):
+        heads.head_map(rows, "flor")
+
+
+def test_the_split_of_a_bar_adds_up_to_its_damage(rows):
+    parts = drawn(heads.damage_split(rows, most=5))
+    assert len(parts) == 10
+    for head in sorted(rows, key=lambda row: -row["damage"])[:5]:
+        assert sum(part["damage"] for part in parts if part["id"] == head["id"]) == pytest.approx(head["damage"])
+
+
+def test_concentration_ends_at_everything(rows):
+    shares = [point["share"] for point in drawn(heads.concentration(rows))]
+    assert shares[0] == 0
+    assert shares[-1] == pytest.approx(1)
+    assert shares[1] == max(row["damage"] for row in rows) / sum(row["damage"] for row in rows)
+
+
+def test_a_line_of_selection_crosses_one_at_n_star(rows):
+    points = drawn(heads.selection(rows, 256))
+    for head in rows:
+        own = [point for point in points if point["id"] == head["id"]]
+        above = [point["n"] for point in own if point["kappa"] >= 1]
+        assert all(n <= head["n_star"] for n in above)
+        assert all(point["n"] >= head["n_star"] for point in own if point["kappa"] < 1)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [([10.0, 10.0], 2048.0), ([30.0, 30.0], None), ([1.0, 1.0], None), ([10.0, 5.0], 4096.0)],
+    ids=["crosses", "leads", "never", "at the last"],
+)
+def test_crossover(second, expected):
+    first = [(1024, 20.0), (4096, 5.0)]
+    found = conversion.crossover(first, list(zip((1024, 4096), second, strict=True)))
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_what_was_not_measured_is_not_drawn(rows):
+    holes = [row | {"floor": float("nan")} for row in rows]
+    assert {row["floor"] for row in drawn(heads.head_map(holes, "floor"))} == {None}
