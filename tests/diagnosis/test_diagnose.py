@@ -244,3 +244,10 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_converted_model_is_refused():
+    model = tiny_models.make("llama")
+    model.config._attn_implementation_internal = stages.CONVERTED
+    with pytest.raises(AttngapError, match="was converted by attngap"):
+        diagnose(model, tiny_models.tokenizer(), TEXT, **OPTIONS)
