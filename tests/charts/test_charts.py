@@ -66,7 +66,7 @@ def test_concentration_ends_at_everything(rows):
     shares = [point["share"] for point in drawn(heads.concentration(rows))]
     assert shares[0] == 0
     assert shares[-1] == pytest.approx(1)
-    assert shares[1] == max(row["damage"] for row in rows) / sum(row["damage"] for row in rows)
+    assert shares[1] == pytest.approx(max(row["damage"] for row in rows) / sum(row["damage"] for row in rows))
 
 
 def test_a_line_of_selection_crosses_one_at_n_star(rows):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from attngap.charts.frame import BLUE, GRAY, ORANGE, PURPLE, TEAL, Row, altair, rows
 
+Point = tuple[int | float, int | float]  # context, value
 MODELS = {"original": GRAY, "converted": BLUE, "sinks + window only": ORANGE, "random heads": PURPLE}
 
 
@@ -90,7 +91,7 @@ def against_context(points: Sequence[Row], title: str, cross: float | None = Non
     return alt.layer(lines, line, word).properties(width="container", height=240)
 
 
-def crossover(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float | None:
+def crossover(first: Sequence[Point], second: Sequence[Point]) -> float | None:
     """The context at which `second` overtakes `first`, by straight lines in logarithms; None if it does not, or leads
     from the start.
 

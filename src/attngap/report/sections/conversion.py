@@ -164,7 +164,7 @@ def _speed(receipts: Sequence[Result]) -> Section:
     return Section("speed-section", "What it gains", blocks, lead)
 
 
-def _leads(pairs: dict[str, list[tuple[float, float]]]) -> bool:
+def _leads(pairs: dict[str, list[charts.Point]]) -> bool:
     before = dict(pairs["original"])
     return all(after >= before.get(context, after) for context, after in pairs["converted"])
 
