@@ -71,7 +71,7 @@ def check_mask(mask: Tensor, q: Tensor) -> None:
     check_device("mask", mask, q)
 
 
-def check_count(name: str, value: int | None, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
     """A whole number, at least `least`; None where an option is not used."""
     if value is None:
         return

@@ -16,13 +16,14 @@ from attngap.ops.check import (
 from attngap.ops.linear_chunks import LinearChunks, Setting
 from attngap.ops.linear_rows import LinearRows
 from attngap.ops.naive import expand_heads
+from attngap.ops.uncompiled import uncompiled
 
 State = dict[str, Tensor]
 CHUNK = 64  # the fewest operations for widths near 64; the products of a chunk stay in the cache
 BLOCK = 512  # rows at a time where no score is formed
 
 
-@torch.compiler.disable
+@uncompiled
 def linear_attention(
     q: Float[Tensor, "b h t r"],
     k: Float[Tensor, "b h_kv t r"],

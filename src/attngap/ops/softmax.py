@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from attngap.errors import AttngapError
 from attngap.ops.check import accumulate_dtype, check_attention, check_count, check_finite
 from attngap.ops.softmax_blocks import Reach, SoftmaxBlocks
+from attngap.ops.uncompiled import uncompiled
 
 
-@torch.compiler.disable
+@uncompiled
 def softmax_attention(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b h_kv t d"],
