@@ -13,7 +13,18 @@ from attngap.probes.tasks.catalogue import TASKS
 from attngap.store import Runs
 
 TINY = ("--set", "model.width=8", "--set", "model.heads=1", "--set", "model.layers=1", "--set", "task.items=3")
-LOOP = ("--set", "train.steps=3", "--set", "train.batch=4", "--set", "train.validation=4", "--set", "train.test=4")
+LOOP = (
+    "--learning-rates",
+    "4e-3",
+    "--set",
+    "train.steps=3",
+    "--set",
+    "train.batch=4",
+    "--set",
+    "train.validation=4",
+    "--set",
+    "train.test=4",
+)
 
 
 def call(*arguments, code=0):
@@ -81,6 +92,7 @@ name = "night"
 tasks = ["copy"]
 mechanisms = ["elu"]
 seeds = 30
+learning_rates = [4e-3]
 [grid.task]
 items = 3
 [grid.model]
