@@ -146,12 +146,12 @@ def _dashes(names: Sequence[str]) -> alt.StrokeDash:
     return alt.StrokeDash("curve:N", title="curve", scale=scale)
 
 
-def _edges(values: Sequence[float], log: bool) -> dict[float, tuple[float, float]]:
+def _edges(values: Sequence[int | float], log: bool) -> dict[int | float, tuple[float, float]]:
     """Halfway to the neighbors on each side, in the axis's own scale."""
     if len(values) == 1:
         return {values[0]: (values[0] * 0.9, values[0] * 1.1)}
 
-    def middle(a: float, b: float) -> float:
+    def middle(a: int | float, b: int | float) -> float:
         return (a * b) ** 0.5 if log else (a + b) / 2
 
     inner = [middle(a, b) for a, b in itertools.pairwise(values)]
@@ -161,6 +161,6 @@ def _edges(values: Sequence[float], log: bool) -> dict[float, tuple[float, float
     return {value: (bounds[i], bounds[i + 1]) for i, value in enumerate(values)}
 
 
-def _rounded(**row: float) -> Row:
+def _rounded(**row: int | float) -> Row:
     """Five digits: what a picture can show, at half the size."""
     return {name: float(f"{x:.5g}") for name, x in row.items()}
