@@ -1,6 +1,5 @@
 """A tiny trained-looking world: a model, a tokenizer of single characters, and a plan."""
 
-from tests.models.tiny import tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -8,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.swap import layer_shapes
+from tests.models.tiny import tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzRTQ0123456789 .,:?\n!'-;()"
 TEXT = "the cat sat on the mat, and the dog sat on the log. who sat where? " * 120

@@ -1,6 +1,7 @@
 """Choose the heads that keep softmax by what giving it back to each would do to the converted model as it is."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from jaxtyping import Float, Int
@@ -31,40 +32,91 @@ def worth(
     mechanisms: Mapping[int, Mechanism],
     keep: Keep,
     tokens: Int[Tensor, "count context"],
+    *,
+    draws: int = 2,
+    seed: int = 0,
 ) -> dict[Head, float]:
-    """How much the divergence would fall if a head had softmax, or rise if it lost it, to first order.
+    """What softmax in each head is worth to the model as converted now: the divergence without it minus with it.
 
-    With a_h the share of softmax in head h's output, o = o_replaced + a_h (o_softmax - o_replaced), this is
-    -d divergence / d a_h in the model as converted now, so it knows what the other replacements do to this head.
-    Passages are weighed alike, each relative to its own divergence: neither text nor recall drowns the other.
+    With a_h the share of softmax in head h's output, o = o_replaced + a_h (o_softmax - o_replaced), the divergence is
+    expanded to second order in a_h: its slope, and the Fisher information of a_h from labels drawn from the model.
+    Slope and information are those of the converted model, so they know what the other replacements do to this head.
+    Passages are weighed alike, each relative to the worth of all its heads: neither text nor recall drowns the other.
     """
     every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
     model = swap(original, every)
+    kept = {layer: torch.tensor([(layer, h) in keep for h in range(m.heads)]) for layer, m in mechanisms.items()}
+    total = {layer: torch.zeros(m.heads) for layer, m in mechanisms.items()}
+    generator = torch.Generator().manual_seed(seed)
+    for passage in tokens:
+        found = _expansion(original, model, mechanisms, passage[None], draws, generator)
+        values = {
+            layer: torch.where(kept[layer], -slope + information, -slope - information)
+            for layer, (slope, information) in found.items()
+        }
+        scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
+        for layer, value in values.items():
+            total[layer] += value / max(scale, 1e-12) / len(tokens)
+    return {(layer, head): float(x) for layer, values in total.items() for head, x in enumerate(values)}
+
+
+def _expansion(
+    original: PreTrainedModel,
+    model: PreTrainedModel,
+    mechanisms: Mapping[int, Mechanism],
+    tokens: Int[Tensor, "1 context"],
+    draws: int,
+    generator: torch.Generator,
+) -> dict[int, tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
+    """Slope and half the second derivative of the divergence in each head's share of softmax, by layer."""
     labels = model.get_output_embeddings() is not None
-    shares = {layer: torch.zeros(m.heads, requires_grad=True) for layer, m in mechanisms.items()}
-    for layer, part in mixed_heads(model).items():
-        part.register_forward_hook(_mix(shares[layer]))
-    total: dict[Head, float] = dict.fromkeys(((i, h) for i, m in mechanisms.items() for h in range(m.heads)), 0.0)
-    weights = [p for p in model.parameters() if p.requires_grad]
+    shares = {i: torch.zeros(m.heads, tokens.shape[1], requires_grad=True) for i, m in mechanisms.items()}
+    parts = mixed_heads(model)
+    hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
+    with frozen(model):
+        teacher = outputs(original, tokens)
+        with torch.enable_grad():
+            student = outputs(model, tokens)
+        for hook in hooks:
+            hook.remove()
+        with torch.enable_grad():
+            loss = divergence(student, teacher, labels=labels)
+        slopes = [g.sum(-1) for g in torch.autograd.grad(loss, list(shares.values()), retain_graph=True)]
+        squares = [torch.zeros_like(slope) for slope in slopes]
+        for _ in range(draws):
+            cotangent = _fisher_direction(student.detach(), generator, labels=labels)
+            grads = torch.autograd.grad(student, list(shares.values()), cotangent, retain_graph=True)
+            for square, grad in zip(squares, grads, strict=True):
+                # of independent labels at each token, so squares add up over tokens
+                square += grad.square().mean(-1) / 2 / draws if labels else grad.sum(-1).square() / draws
+    return {layer: (slope, square) for layer, slope, square in zip(shares, slopes, squares, strict=True)}
+
+
+def _fisher_direction(out: Tensor, generator: torch.Generator, *, labels: bool) -> Tensor:
+    """A random cotangent whose covariance is the curvature of the divergence at the model's own output."""
+    if not labels:
+        return torch.randn(out.shape, generator=generator) / out.square().sum().sqrt()
+    odds = out.softmax(-1)
+    label = torch.multinomial(odds.flatten(0, 1), 1, generator=generator).view(*out.shape[:2], 1)
+    return odds.neg_().scatter_add_(-1, label, torch.ones_like(odds[..., :1]))
+
+
+@contextlib.contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients except those asked for, and none for the weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
     try:
-        for p in weights:
-            p.requires_grad_(False)
-        for passage in tokens:
-            with torch.no_grad():
-                teacher = outputs(original, passage[None])
-            loss = divergence(outputs(model, passage[None]), teacher, labels=labels)
-            grads = torch.autograd.grad(loss, list(shares.values()))
-            for layer, grad in zip(shares, grads, strict=True):
-                for head, slope in enumerate((-grad / loss.detach().clamp(min=1e-9)).tolist()):
-                    total[layer, head] += slope / len(tokens)
+        with torch.no_grad():
+            yield
     finally:
-        for p in weights:
+        for p in trained:
             p.requires_grad_(True)
-    return total
 
 
-def _mix(share: Float[Tensor, " h"]) -> Callable[..., Tensor]:
-    """A hook that adds share_h (softmax - replacement) to head h's output, share being zero."""
+def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
+    """A hook that adds share_ht (softmax - replacement) to head h's output at token t, share being zero."""
 
     def hook(part: MixedHeads, args: tuple, out: Tensor) -> Tensor:
         q, k, v, mask, scale = args
@@ -79,9 +131,41 @@ def _mix(share: Float[Tensor, " h"]) -> Callable[..., Tensor]:
                 scale=scale,
             )
             change = exact - part.mechanism(None, q, k, v)[1]
-        return out + share[:, None, None] * change
+        return out + share[..., None] * change
 
     return hook
+
+
+def eliminate(
+    original: PreTrainedModel,
+    mechanisms: Mapping[int, Mechanism],
+    count: int,
+    tokens: Int[Tensor, "count context"],
+    *,
+    grouped: bool,
+    advance: Callable[..., None],
+) -> tuple[Keep, dict[Head, float]]:
+    """From all heads kept down to `count`, the least worthy go first; each stage judges the model as it is by then.
+
+    Heads that lean on one another, as those of an induction circuit do, are seen only while the others still work.
+    """
+    keep: Keep = frozenset((layer, head) for layer, m in mechanisms.items() for head in range(m.heads))
+    scores = dict.fromkeys(keep, 0.0)
+    for size in stages(len(keep), count):
+        scores = worth(original, mechanisms, keep, tokens)
+        keep = best_of({head: scores[head] for head in keep}, size, mechanisms, grouped=grouped)
+        advance()
+    return keep, scores
+
+
+def stages(total: int, count: int) -> list[int]:
+    """Sizes of the keep set on the way down: half of what is to go, then ever finer."""
+    sizes = []
+    size = total
+    while size > count:
+        size = max(count, min(size // 2, size - 1))
+        sizes.append(size)
+    return sizes
 
 
 def best_of(scores: Mapping[Head, float], count: int, mechanisms: Mapping[int, Mechanism], *, grouped: bool) -> Keep:

@@ -56,12 +56,13 @@ def fit_jointly(
     optimizer = torch.optim.Adam(trained.values(), lr=rate)
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(train, generator=generator) for _ in range(-(-steps // train))])
-    start, before, best_loss, best = 0, _judge(original, converted, tokens[train:], labels), float("nan"), {}
-    best_loss, best = before, _copy(trained)
     resumed = work.piece("joint")
     if resumed is not None:
         start, before, best_loss, best = _resume(resumed, trained, optimizer)
         advance(start)
+    else:
+        start, before = 0, _judge(original, converted, tokens[train:], labels)
+        best_loss, best = before, _copy(trained)
     frozen = [p for p in converted.parameters() if p.requires_grad and not any(p is q for q in trained.values())]
     for p in frozen:
         p.requires_grad_(False)
@@ -112,9 +113,10 @@ def _copy(trained: dict[str, Tensor]) -> dict[str, Tensor]:
 def _pack(step: int, before: float, best_loss: float, best: dict, trained: dict, optimizer) -> dict[str, Tensor]:
     packed = {"progress": torch.tensor([step, before, best_loss], dtype=torch.float64)}
     for name, p in trained.items():
-        moments = optimizer.state[p]
-        packed |= {f"best/{name}": best[name], f"now/{name}": p, f"first/{name}": moments["exp_avg"]}
-        packed |= {f"second/{name}": moments["exp_avg_sq"]}
+        packed |= {f"best/{name}": best[name], f"now/{name}": p}
+        if p in optimizer.state:  # Adam has none for what no gradient has reached yet
+            moments = optimizer.state[p]
+            packed |= {f"first/{name}": moments["exp_avg"], f"second/{name}": moments["exp_avg_sq"]}
     return packed
 
 
@@ -123,9 +125,7 @@ def _resume(packed: dict[str, Tensor], trained: dict[str, Tensor], optimizer) ->
     with torch.no_grad():
         for name, p in trained.items():
             p.copy_(packed[f"now/{name}"])
-            optimizer.state[p] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": packed[f"first/{name}"],
-                "exp_avg_sq": packed[f"second/{name}"],
-            }
+            if f"first/{name}" in packed:
+                moments = {"exp_avg": packed[f"first/{name}"], "exp_avg_sq": packed[f"second/{name}"]}
+                optimizer.state[p] = {"step": torch.tensor(float(step)), **moments}
     return int(step), before, best_loss, {name: packed[f"best/{name}"] for name in trained}

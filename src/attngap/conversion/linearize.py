@@ -15,7 +15,7 @@ from attngap.conversion.calibration import Shares, calibration
 from attngap.conversion.choose import Keep, best_of, convert, refine, worth
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
-from attngap.conversion.joint import fit_jointly
+from attngap.conversion.joint import fit_jointly, trainable
 from attngap.conversion.quality import on_text
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
 from attngap.conversion.replacement import build, choose_replacement
@@ -26,7 +26,7 @@ from attngap.mechanisms.fit import FitOptions
 from attngap.models.lora import add_lora
 from attngap.models.plan import Plan
 from attngap.models.save import Base, describe, mark, weights_hash
-from attngap.models.swap import LayerShape, layer_shapes, mixed_heads
+from attngap.models.swap import LayerShape, layer_shapes
 from attngap.models.texts import passages
 from attngap.progress import progress
 from attngap.provenance import provenance
@@ -194,7 +194,7 @@ class _Run:
         converted = convert(self.model, self.mechanisms, keep)
         if o["lora"]:
             add_lora(converted, o["lora"], seed=o["seed"])
-        if not o["joint"] or not mixed_heads(converted):
+        if not o["joint"] or not trainable(converted):
             return converted
         with self._stage("fitting jointly", o["joint"]) as advance:
             before, after = fit_jointly(

@@ -16,10 +16,9 @@ from attngap.errors import AttngapError
 MODEL_TYPE = "attngap"
 
 
-class ConvertedConfig(PretrainedConfig):
-    """The config.json of a converted folder; everything else is in its attngap.json."""
-
-    model_type = MODEL_TYPE
+# The config.json of a converted folder; everything else is in its attngap.json. Made by a call, because transformers
+# turns config classes into dataclasses that take more than their fields, which type checkers of class bodies refuse.
+ConvertedConfig = type("ConvertedConfig", (PretrainedConfig,), {"model_type": MODEL_TYPE, "__module__": __name__})
 
 
 class ConvertedModel:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -137,7 +138,7 @@ def load_converted(
     converted = assemble(original, conversion)
     try:
         weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise AttngapError(f"Cannot read '{folder / WEIGHTS}': {error}. Convert the model again") from error
     wanted = set(_adapter(converted))
     if set(weights) != wanted:

@@ -1,0 +1,170 @@
+import pytest
+import torch
+
+from attngap.conversion import joint as joint_module
+from attngap.conversion import linearize as module
+from attngap.conversion.evaluate import Measures
+from attngap.conversion.linearize import linearize
+from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
+from attngap.errors import AttngapError
+from attngap.models.swap import mixed_heads
+from tests.conversion.small import TEXT, plan, world
+from tests.models.tiny import DECODERS, tiny
+
+BRIEF = Measures(passages=1, trials=1, lengths=(64,), contexts=(96,), prefill_up_to=96)
+BARE = Measures(passages=1, trials=0, contexts=(), baselines=False)
+QUICK = {"context": 64, "tokens": 448, "steps": 4, "joint": 3, "rounds": 1, "measures": BRIEF}
+BRIEFLY = QUICK | {"measures": BARE}
+TOKENS = torch.arange(1, 41)[None]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS, use_cache=False).logits
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".attngap." in name}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_decoder_gets_a_converted_model_and_a_receipt(name):
+    model, words, made = world(name)
+    before = logits(model)
+    converted, receipt = linearize(model, words, made, TEXT, **QUICK)
+    assert torch.equal(logits(model), before)
+    assert receipt.kept == 2
+    assert sum(len(part.keep) for part in mixed_heads(converted).values()) == 2
+    assert set(receipt.quality) == {ORIGINAL, CONVERTED, WINDOW, RANDOM}
+    assert receipt.quality[ORIGINAL].perplexity_ratio == 1
+    assert receipt.quality[CONVERTED].divergence > 0
+    assert receipt.joint["after"] <= receipt.joint["before"]
+    assert [point.context for point in receipt.speed[CONVERTED]] == [96]
+
+
+def test_all_kept_is_the_original_to_the_bit():
+    model, words, _ = world()
+    every = tuple((layer, head) for layer in range(2) for head in range(4))
+    converted, receipt = linearize(model, words, plan(model, every), TEXT, **QUICK)
+    assert torch.equal(logits(converted), logits(model))
+    assert receipt.quality[CONVERTED].perplexity_ratio == 1
+    assert (receipt.kept, receipt.kept_groups) == (8, 4)
+
+
+def test_the_same_call_gives_the_same_model():
+    model, words, made = world()
+    first, again = (parameters(linearize(model, words, made, TEXT, **BRIEFLY)[0]) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", ["calibration", "layer-0", "layer-1", "keep", "joint"])
+def test_a_killed_run_resumes_to_the_same_result(stop, tmp_path, monkeypatch):
+    model, words, made = world()
+    monkeypatch.setattr(joint_module, "CHECK", 1)
+    expected, receipt = linearize(model, words, made, TEXT, **BRIEFLY)
+    keep = module.Work.keep
+
+    def killed(self, name, tensors):
+        keep(self, name, tensors)
+        if name == {"calibration": "tokens"}.get(stop, stop):
+            raise Killed
+
+    monkeypatch.setattr(module.Work, "keep", killed)
+    with pytest.raises(Killed):
+        linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path / "work")
+    monkeypatch.setattr(module.Work, "keep", keep)
+    resumed, second = linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path / "work")
+    found, wanted = parameters(resumed), parameters(expected)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert second.keep == receipt.keep
+    assert second.joint == receipt.joint
+    assert not (tmp_path / "work").exists()
+
+
+def test_pieces_of_other_options_are_not_used(tmp_path):
+    work = module.Work(tmp_path, {"seed": 0})
+    work.keep("layer-0", {"x": torch.ones(1)})
+    assert module.Work(tmp_path, {"seed": 0}).piece("layer-0") is not None
+    assert module.Work(tmp_path, {"seed": 1}).piece("layer-0") is None
+
+
+def test_a_mechanism_of_the_catalogue_alone():
+    model, words, made = world()
+    converted, receipt = linearize(model, words, made, TEXT, **QUICK, mechanism="retention", window=0)
+    assert {part.mechanism.name for part in mixed_heads(converted).values()} == {"retention"}
+    assert receipt.options["window"] == 0
+    assert WINDOW not in receipt.quality
+
+
+def test_the_smallest_keep_set_within_a_ratio():
+    model, words, made = world()
+    _, loose = linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=100.0)
+    assert loose.kept == 0
+    _, tight = linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=0.2)
+    assert tight.kept == 8
+    assert tight.notes[0].startswith("No keep set reaches a perplexity ratio of 0.2")
+
+
+def test_groups_are_kept_whole():
+    model, words, made = world()
+    grouped = made.model_copy(update={"granularity": "group", "keep": ((0, 0), (0, 1))})
+    converted, receipt = linearize(model, words, grouped, TEXT, **QUICK)
+    kept = [part.keep.tolist() for part in mixed_heads(converted).values()]
+    assert sorted(kept) in ([[], [0, 1]], [[], [2, 3]])
+    assert receipt.kept_groups == 1
+
+
+def test_a_receipt_says_where_a_baseline_is_better(tmp_path):
+    model, words, made = world()
+    _, receipt = linearize(model, words, made, TEXT, **QUICK)
+    worse = receipt.model_copy(deep=True)
+    worse.quality[CONVERTED].divergence = 1e9
+    assert [note.split(" diverges")[0] for note in worse.shortcomings()][:2] == [WINDOW, RANDOM]
+    receipt.save(tmp_path)
+    assert Receipt.load(tmp_path) == receipt
+    with pytest.raises(AttngapError, match=r"No receipt in .*attngap eval"):
+        Receipt.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mechanism": "gla", "window": 0}, "gla needs gates computed from the layer's input"),
+        ({"mechanism": "retention"}, r"retention is no feature map.*Pass window=0"),
+        ({"mechanism": "hedgehgo"}, "No feature map 'hedgehgo'. Did you mean 'hedgehog'"),
+        ({"mechanism": "softmaxx", "window": 0}, "No mechanism 'softmaxx'. Did you mean 'softmax'"),
+        ({"tokens": 64}, "tokens must be at least 128, got 64"),
+        ({"context": 1024, "tokens": 4096}, "context 1024 is beyond the model's 512 positions"),
+        ({"max_ppl_ratio": -1.0}, "max_ppl_ratio must be positive, such as 1.02, got -1.0"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(change, message):
+    model, words, made = world()
+    with pytest.raises(AttngapError, match=message) as caught:
+        linearize(model, words, made, TEXT, **(QUICK | change))
+    assert "\n" not in str(caught.value)
+
+
+def test_plans_for_another_model_are_refused():
+    model, words, made = world()
+    with pytest.raises(AttngapError, match="The plan is for LlamaForCausalLM, the model is GPT2LMHeadModel"):
+        linearize(tiny("gpt2"), words, made, TEXT, **QUICK)
+    short = "too short for a passage"
+    with pytest.raises(AttngapError, match="The text is too short"):
+        linearize(model, words, made, short, **QUICK)
+    bert = tiny("bert")
+    with pytest.raises(AttngapError, match="an encoder has no perplexity"):
+        linearize(bert, words, plan(bert), TEXT, **QUICK, max_ppl_ratio=1.1)
+
+
+def test_an_encoder_is_converted_and_judged_by_its_states():
+    model, words, made = world("bert")
+    converted, receipt = linearize(model, words, made, TEXT, **QUICK)
+    assert receipt.quality[CONVERTED].perplexity is None
+    assert receipt.quality[CONVERTED].divergence > 0
+    assert not receipt.speed
+    assert {part.mechanism.name for part in mixed_heads(converted).values()} == {"prototype"}

@@ -1,0 +1,158 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import attngap
+from attngap.conversion.evaluate import Measures
+from attngap.conversion.linearize import linearize
+from attngap.errors import AttngapError
+from attngap.models.save import load_converted, record, save, weights_hash
+from tests.conversion.small import TEXT, plan, tokenizer
+from tests.models.tiny import tiny
+
+QUICK = {
+    "context": 64,
+    "tokens": 256,
+    "steps": 2,
+    "joint": 1,
+    "rounds": 0,
+    "measures": Measures(passages=1, trials=0, contexts=(), baselines=False),
+}
+TOKENS = torch.arange(1, 41)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def converted(base, **options):
+    model, words = attngap.load(base)
+    made = plan(model)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"name": str(base)})})
+    return model, words, linearize(model, words, made, TEXT, **(QUICK | options))[0]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS, use_cache=False).logits
+
+
+def test_adapter_round_trip_to_the_bit(base, tmp_path):
+    _, words, model = converted(base)
+    attngap.save(model, tmp_path, tokenizer=words)
+    for again in (
+        load_converted(tmp_path)[0],
+        attngap.load(tmp_path)[0],
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
+        assert torch.equal(logits(again), logits(model))
+    assert AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids == words("abc").input_ids
+    assert (tmp_path / "adapter.safetensors").stat().st_size < (base / "model.safetensors").stat().st_size
+    assert record(attngap.load(tmp_path)[0]) == record(model)
+
+
+def test_a_full_folder_needs_nothing_else(base, tmp_path):
+    original, words, model = converted(base)
+    save(model, tmp_path / "here", tokenizer=words, original=original)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert torch.equal(logits(attngap.load(tmp_path / "there")[0]), logits(model))
+    assert json.loads((tmp_path / "there" / "attngap.json").read_text())["base"]["name"] == "base"
+
+
+def test_auto_classes_open_a_folder_whichever_is_imported_first(base, tmp_path):
+    _, words, model = converted(base)
+    save(model, tmp_path, tokenizer=words)
+    imports = ["import attngap", "from transformers import AutoModelForCausalLM"]
+    for order in (imports, imports[::-1]):
+        code = "; ".join([*order, f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"])
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip() == "LlamaForCausalLM", done.stderr
+
+
+def test_importing_attngap_imports_neither_torch_nor_transformers():
+    code = "import attngap, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_an_adapter_on_a_wrong_base_is_refused(base, tmp_path):
+    _, words, model = converted(base)
+    save(model, tmp_path / "adapter", tokenizer=words)
+    other = tiny()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    other.save_pretrained(tmp_path / "other")
+    words.save_pretrained(tmp_path / "other")
+    with pytest.raises(AttngapError, match=r"was made from other weights than .*other' has: sha256 .* expected"):
+        load_converted(tmp_path / "adapter", base=str(tmp_path / "other"))
+    with pytest.raises(AttngapError, match=r"is an adapter of .*, which did not load"):
+        load_converted(tmp_path / "adapter", base=str(tmp_path / "nowhere"))
+
+
+def test_lora_is_saved_and_loaded(base, tmp_path):
+    original, words, model = converted(base, lora=2, joint=2)
+    assert any(".lora_" in name for name, _ in model.named_parameters())
+    assert not any(".lora_" in name for name, _ in original.named_parameters())
+    save(model, tmp_path, tokenizer=words)
+    assert torch.equal(logits(attngap.load(tmp_path)[0]), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"layers"', '"layres"'), r"attngap.json' is wrong at 'layers': Field required"),
+        (lambda text: text.replace("attngap.conversion/1", "attngap.conversion/9"), r"is wrong at 'schema'"),
+        (lambda text: text.replace('"keep":[1]', '"keep":[]').replace('"layer":0', '"layer":7'), r"No layer 7"),
+    ],
+)
+def test_a_damaged_record_is_refused(base, tmp_path, change, message):
+    _, words, model = converted(base)
+    save(model, tmp_path, tokenizer=words)
+    path = tmp_path / "attngap.json"
+    path.write_text(change(json.dumps(json.loads(path.read_text()), separators=(",", ":"))))
+    with pytest.raises(AttngapError, match=message):
+        load_converted(tmp_path)
+
+
+def test_damaged_weights_are_refused(base, tmp_path):
+    _, words, model = converted(base)
+    save(model, tmp_path, tokenizer=words)
+    (tmp_path / "adapter.safetensors").write_bytes(b"nothing")
+    with pytest.raises(AttngapError, match=r"Cannot read .*adapter.safetensors.*Convert the model again"):
+        load_converted(tmp_path)
+
+
+def test_a_model_that_was_not_converted_is_not_saved(tmp_path):
+    with pytest.raises(AttngapError, match="This LlamaForCausalLM was not converted by attngap"):
+        attngap.save(tiny(), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(AttngapError, match="is not a converted model"):
+        load_converted(tmp_path)
+
+
+def test_the_hash_covers_every_weight():
+    model, other = tiny(), tiny()
+    assert weights_hash(model) == weights_hash(other)
+    with torch.no_grad():
+        other.model.embed_tokens.weight[7, 3] += 1e-6
+    assert weights_hash(model) != weights_hash(other)
+
+
+def test_an_encoder_is_saved_and_opened_by_automodel(tmp_path):
+    tiny("bert").save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    model, words = attngap.load(tmp_path / "base")
+    made = plan(model)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"name": str(tmp_path / "base")})})
+    result, _ = linearize(model, words, made, TEXT, **QUICK)
+    save(result, tmp_path / "fast", tokenizer=words)
+    with torch.no_grad():
+        again = AutoModel.from_pretrained(tmp_path / "fast")(TOKENS).last_hidden_state
+        assert torch.equal(again, result(TOKENS).last_hidden_state)
