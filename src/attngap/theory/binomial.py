@@ -3,11 +3,14 @@
 scipy's `binom.logsf` underflows to -inf below 1e-308 and is off by 1e-8 at a count of 1e15.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.special import gammaln
 
-Array = NDArray[np.float64]
+Array = NDArray[np.float64] | np.float64  # numpy turns an array of no axes into a scalar
+Numbers = int | float | Sequence[int] | NDArray[np.int64] | Array
 
 # Beyond exp(-REACH) of its start the integrand below adds nothing to a double.
 REACH = 42.0
@@ -19,7 +22,7 @@ _unit = ((np.arange(PANELS)[:, None] + (_nodes + 1) / 2) / PANELS).ravel()  # no
 _unit_weights = np.tile(_node_weights / 2 / PANELS, PANELS)
 
 
-def log_pmf(count: int, x: ArrayLike) -> Array:
+def log_pmf(count: int, x: Numbers) -> Array:
     """log P(X = x), X the number of heads in `count` fair tosses.
 
     Stirling with its error terms split off (Loader 2000), so that nothing large cancels: with e = (2x - N) / N the
@@ -38,7 +41,7 @@ def log_pmf(count: int, x: ArrayLike) -> Array:
     return np.where(inside, body, edge)
 
 
-def log_upper(count: int, x: ArrayLike) -> Array:
+def log_upper(count: int, x: Numbers) -> Array:
     """log P(X >= x). Above the middle from an integral of one sign, below it from the complement."""
     x = np.clip(np.asarray(x, dtype=np.float64), 0, count + 1.0)
     if count == 0:
@@ -82,7 +85,7 @@ def _mills(count: int, x: Array) -> Array:
     return x * np.minimum(end[..., 0], 1.0) * (height * _unit_weights).sum(-1)
 
 
-def _stirling_error(n: ArrayLike) -> Array:
+def _stirling_error(n: Numbers) -> Array:
     """log n! - log(sqrt(2 pi n) (n/e)^n)."""
     n = np.asarray(n, dtype=np.float64)
     small = np.minimum(n, 16.0)

@@ -7,13 +7,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attngap.errors import AttngapError
-from attngap.theory.kernels import Kernel, check
+from attngap.theory.kernels import Kernel, Number, check
 from attngap.theory.separation import MARGIN, check_split
 
 LARGEST_N = 16384  # an n x n matrix of doubles takes 2 GB here
 
 
-def tokens(n: int, d: int, needle: float, b: float, row: int, c: float | None = None) -> Float[Tensor, "n d"]:
+def tokens(n: int, d: int, needle: Number, b: Number, row: int, c: Number | None = None) -> Float[Tensor, "n d"]:
     """The token matrix A: needle at `row` in the first column, stacked identities, a constant last column.
 
     >>> tokens(4, 4, 0.7, 0.5, row=1).div(math.log(4) ** 0.5)
@@ -38,7 +38,7 @@ def tokens(n: int, d: int, needle: float, b: float, row: int, c: float | None = 
 
 
 def attention(
-    kernel: Kernel, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scale: float, c: float
+    kernel: Kernel, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scale: Number, c: Number
 ) -> Float[Tensor, "n n"]:
     """Weights by the definition: scores = scale * Q X K^T with X of ones, the kernel, rows divided by their sums."""
     kernel = check(kernel)
@@ -56,7 +56,7 @@ def attention(
 
 
 def mixed(
-    kernel: Kernel, n: int, d: int, needle: float, b: float, row: int, scale: float = 1.0, aq: float | None = None
+    kernel: Kernel, n: int, d: int, needle: Number, b: Number, row: int, scale: Number = 1.0, aq: Number | None = None
 ) -> Float[Tensor, "n d"]:
     """Attention output on the tokens, before the read-outs: row i is sum_j f_ij A_j."""
     keys = tokens(n, d, needle, b, row)
@@ -64,13 +64,13 @@ def mixed(
     return attention(kernel, queries, keys, scale, 1 - b) @ keys
 
 
-def fires(outputs: Float[Tensor, "n d"], signs: Float[Tensor, "d m"], b: float) -> Bool[Tensor, " m"]:
+def fires(outputs: Float[Tensor, "n d"], signs: Float[Tensor, "d m"], b: Number) -> Bool[Tensor, " m"]:
     """Does any row clear the threshold (c + 0.1) sqrt(log n) on each read-out?"""
     tau = (1 - b + MARGIN) * math.log(len(outputs)) ** 0.5
     return (outputs @ signs > tau).any(0)
 
 
-def outputs_sum(outputs: Float[Tensor, "n d"], signs: Float[Tensor, "d m"], b: float) -> Float[Tensor, " m"]:
+def outputs_sum(outputs: Float[Tensor, "n d"], signs: Float[Tensor, "d m"], b: Number) -> Float[Tensor, " m"]:
     """sum_i phi(z_i) for each read-out, in units of sqrt(log n); F is the sum over read-outs."""
     unit = math.log(len(outputs)) ** 0.5
     z = outputs @ signs / unit

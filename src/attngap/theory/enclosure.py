@@ -59,20 +59,27 @@ def _flint() -> ModuleType:
 
 
 def _narrow(ball) -> bool:
-    return ball.is_zero() or float(ball.rad()) <= 1e-18 * abs(float(ball.mid()))
+    return ball.is_zero() or ball.rel_accuracy_bits() >= 60
 
 
 def _success(flint: ModuleType, law: Law):
-    """(1-q0)^m - (1-q01)^m as a ball, or None where a threshold is not decided at this precision."""
-    quiet, none = flint.arb(0), flint.arb(0)
+    """(1-q0)^m - (1-q01)^m as a ball, or None where a threshold is not decided at this precision.
+
+    As (1-q0)^m (1 - (1 - x)^m), x the chance that D1 alone fires given that D0 does not: nothing cancels when it is tiny.
+    """
+    fires, only = flint.arb(0), flint.arb(0)
     for signs in SIGNS:
         zero, one = (_fewest(flint, law, needle, signs) for needle in (law.a0, law.a1))
         if zero is None or one is None:
             return None
-        quiet += _tail(flint, law.p - 1, zero)
-        none += _tail(flint, law.p - 1, min(zero, one))
-    eight = len(SIGNS)
-    return (1 - quiet / eight) ** law.m - (1 - none / eight) ** law.m
+        tail = _tail(flint, law.p - 1, zero)
+        fires += tail / len(SIGNS)
+        if one < zero:
+            only += (_tail(flint, law.p - 1, one) - tail) / len(SIGNS)
+    if only.is_zero():
+        return only
+    quiet = 1 - fires
+    return -(quiet**law.m) * (law.m * (-only / quiet).log1p()).expm1()
 
 
 def _fewest(flint: ModuleType, law: Law, needle: float, signs: tuple[int, int, int]) -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from attngap.errors import AttngapError, unknown
 
-Kernel = str | tuple[str, float]
+Number = float | int
+Kernel = str | tuple[str, Number]
 NAMES = ("softmax", "linear", "polynomial", "tilted")
 DIGITS = 80  # a threshold at n = 1e15 keeps 60 digits behind the point, so ties are recognized
 
@@ -64,7 +65,7 @@ def _log(n: int) -> Decimal:
         return Decimal(n).ln()
 
 
-def ratio(kernel: Kernel, n: int, scale: float, needle: float, query: float) -> Decimal:
+def ratio(kernel: Kernel, n: int, scale: Number, needle: Number, query: Number) -> Decimal:
     """(kernel value at the needle) / (at any other key), for a query row whose own needle entry is `query`.
 
     Scores are s L (1 + query) times 1 + needle at the needle and 1 elsewhere, L = log n:

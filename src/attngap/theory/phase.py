@@ -9,7 +9,7 @@ import numpy as np
 
 from attngap.errors import AttngapError
 from attngap.theory.critical import HIGHEST_NEEDLE, concentration_needle, critical_needle
-from attngap.theory.kernels import Kernel, spell
+from attngap.theory.kernels import Kernel, Number, spell
 from attngap.theory.separation import LARGEST_N, law
 
 KERNELS: tuple[Kernel, ...] = ("softmax", "linear", ("polynomial", 4), ("polynomial", 16))
@@ -23,11 +23,11 @@ def phase(
     n: int,
     d: int,
     m: int,
-    b: float,
-    a0: float = 0.05,
+    b: Number,
+    a0: Number = 0.05,
     kernels: Sequence[Kernel] = KERNELS,
     cells: int = 40,
-    largest: float = 1e15,
+    largest: Number = 1e15,
     advance: Advance = lambda *_, **__: None,
 ) -> dict[str, Any]:
     """Both diagrams for each kernel: `scale` at this n, and `length` at scale 1 for n from d - 2 to `largest`.
@@ -70,7 +70,14 @@ class _Diagram:
         self.curves: list[dict[str, Any]] = []
 
     def add(
-        self, kernel: Kernel, axis: str, x: float, needles: list[float], critical: float, limit: float, **setting: Any
+        self,
+        kernel: Kernel,
+        axis: str,
+        x: Number,
+        needles: list[float],
+        critical: Number,
+        limit: Number,
+        **setting: Any,
     ) -> None:
         """One column of the diagram and its points of the curves."""
         name = spell(kernel)
@@ -83,7 +90,7 @@ class _Diagram:
             self.curves.append({"kernel": name, axis: x, "needle": limit, "curve": "weight tends to 1"})
 
 
-def _lengths(p: int, largest: float, count: int) -> list[int]:
+def _lengths(p: int, largest: Number, count: int) -> list[int]:
     """Multiples of p, evenly spaced in log n."""
     if p < 1 or largest < 4 * p:
         raise AttngapError(f"phase: the largest n must be at least 4 (d - 2) = {4 * p}, got {largest:g}")

@@ -21,7 +21,7 @@ import numpy as np
 from attngap.errors import AttngapError
 from attngap.theory import kernels
 from attngap.theory.binomial import log_between, log_upper
-from attngap.theory.kernels import Kernel, exact
+from attngap.theory.kernels import Kernel, Number, exact
 
 MARGIN = 0.1  # tau = (c + MARGIN) sqrt(L)
 LARGEST_N = 10**15  # counts up to here are exact in a double
@@ -43,20 +43,18 @@ class Setting:
     kernel: Kernel
     n: int
     d: int
-    a0: float
-    a1: float
-    b: float
+    a0: Number
+    a1: Number
+    b: Number
     m: int
-    scale: float = 1.0
-    aq: float | None = None  # needle of the queries; None: self-attention, the queries' needle is the keys'
+    scale: Number = 1.0
+    aq: Number | None = None  # needle of the queries; None: self-attention, the queries' needle is the keys'
 
     def __post_init__(self) -> None:
         kernels.check(self.kernel)
         for name, lowest in (("n", 3), ("d", 3), ("m", 1)):
-            x = getattr(self, name)
-            if not float(x).is_integer() or x < lowest:
-                raise AttngapError(f"{name} must be a whole number of at least {lowest}, got {x}")
-            object.__setattr__(self, name, int(x))
+            if getattr(self, name) < lowest:
+                raise AttngapError(f"{name} must be a whole number of at least {lowest}, got {getattr(self, name)}")
         if self.n > LARGEST_N:
             raise AttngapError(f"n must be at most 1e15, got {self.n:.3g}: larger counts are not exact in a double")
         if self.n % self.p:
@@ -84,19 +82,19 @@ class Setting:
         """t = n / p, how often each basis token occurs."""
         return self.n // self.p
 
-    def ratios(self, needle: float) -> tuple[Decimal, Decimal]:
+    def ratios(self, needle: Number) -> tuple[Decimal, Decimal]:
         """Kernel ratio of the needle to any other key, in the needle's row and in every other row."""
         query = needle if self.aq is None else self.aq
         own = kernels.ratio(self.kernel, self.n, self.scale, needle, query)
         return own, kernels.ratio(self.kernel, self.n, self.scale, needle, 0.0)
 
-    def weigh(self, needle: float) -> Mass:
+    def weigh(self, needle: Number) -> Mass:
         """Weight on a needle of that size."""
         with kernels.precise():
             own, other = (float(r / (r + self.n - 1)) for r in self.ratios(needle))
         return Mass(own, other)
 
-    def thresholds(self, needle: float) -> list[int]:
+    def thresholds(self, needle: Number) -> list[int]:
         """For each of SIGNS = (y_1, y_*, y_d): the fewest +1 among the other p - 1 signs at which some row fires.
 
         A row with ratio rho has w = rho / (rho+n-1), alpha = (rho+t-1) / (rho+n-1), beta = t / (rho+n-1) and fires when
@@ -126,7 +124,7 @@ def _first_above(x: Decimal, highest: int) -> int:
     return int(nearest) + 1 if nearest <= x or abs(x - nearest) < TIE else int(nearest)
 
 
-def check_split(b: float, c: float) -> None:
+def check_split(b: Number, c: Number) -> None:
     """Refuse unless b + c = 1 and both are at least 0.1."""
     if not math.isclose(b + c, 1.0, rel_tol=0, abs_tol=1e-12):
         raise AttngapError(f"b + c must be 1, got b={b} and c={c}, which make {b + c:g}")
@@ -217,7 +215,7 @@ class Law(Setting):
         return math.exp(self.log_failure)
 
     @property
-    def best_m(self) -> float:
+    def best_m(self) -> Number:
         """The number of read-outs with the highest success: log(B/A)/(A-B), A = log(1-q0), B = log(1-q01).
 
         Infinite when D0 never fires, 1 when D1 adds nothing.
@@ -238,29 +236,33 @@ class Law(Setting):
 def law(
     kernel: Kernel,
     *,
-    n: int,
-    d: int,
-    a0: float,
-    a1: float,
-    b: float,
-    m: int,
-    scale: float = 1.0,
-    aq: float | None = None,
-    c: float | None = None,
+    n: Number,
+    d: Number,
+    a0: Number,
+    a1: Number,
+    b: Number,
+    m: Number,
+    scale: Number = 1.0,
+    aq: Number | None = None,
+    c: Number | None = None,
 ) -> Law:
     """The exact law of the construction for one kernel; see `Law`.
 
-    `kernel` is "softmax", "linear", ("polynomial", k) or ("tilted", E). c defaults to 1 - b.
+    `kernel` is "softmax", "linear", ("polynomial", k) or ("tilted", E). c defaults to 1 - b. n, d and m may be floats
+    with a whole value, such as 1e12.
 
     >>> law("softmax", n=2**20, d=514, a0=0.05, a1=0.7, b=0.5, m=40).success > 0.999
     True
     """
     if c is not None:
         check_split(b, c)
-    return Law(kernels.check(kernel), n, d, a0, a1, b, m, scale, aq)
+    for name, x in (("n", n), ("d", d), ("m", m)):
+        if not float(x).is_integer():
+            raise AttngapError(f"{name} must be a whole number, got {x}")
+    return Law(kernels.check(kernel), int(n), int(d), a0, a1, b, int(m), scale, aq)
 
 
-def _log_any(log_q: float, m: float) -> float:
+def _log_any(log_q: Number, m: Number) -> float:
     """log(1 - (1 - q)^m) from log q."""
     if log_q == -math.inf:
         return -math.inf

@@ -20,6 +20,7 @@ from attngap.mechanisms.catalogue import mechanism_class
 from attngap.mechanisms.fit import begin
 from attngap.theory.critical import critical_needle, first_true
 from attngap.theory.datasets import tokens
+from attngap.theory.kernels import Number
 from attngap.theory.separation import MARGIN
 
 DIM = 4  # of queries and keys
@@ -38,7 +39,7 @@ class Selectivity:
     mechanism: str
     options: dict[str, Any]
     n: int
-    needle: float
+    needle: Number
     fitted: bool  # its parameters were trained to give softmax's output on this construction
     rescaled: bool  # not normalized: its row was divided by its sum, as an output norm would
 
@@ -50,19 +51,19 @@ class Bench:
     n: int
     d: int
     m: int
-    a0: float
-    b: float
-    scale: float
+    a0: Number
+    b: Number
+    scale: Number
     signs: Float[Tensor, "d readouts"]
 
     @classmethod
     def of(
-        cls, n: int, d: int = 130, m: int = 40, a0: float = 0.05, b: float = 0.5, scale: float = 1.0, seed: int = 0
+        cls, n: int, d: int = 130, m: int = 40, a0: Number = 0.05, b: Number = 0.5, scale: Number = 1.0, seed: int = 0
     ) -> "Bench":
         generator = torch.Generator().manual_seed(seed)
         return cls(n, d, m, a0, b, scale, torch.randint(2, (d, READOUTS), generator=generator).double() * 2 - 1)
 
-    def inputs(self, needles: Sequence[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inputs(self, needles: Sequence[Number]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, q, k, v: one sequence a needle, v with a last column of ones that reads off the sum of the weights."""
         row = self.n // 2
         data = torch.stack([tokens(self.n, self.d, a, self.b, row) for a in needles])  # (needles, n, d)
@@ -72,7 +73,7 @@ class Bench:
         q, k = ((size * x)[:, None, :, None].expand(-1, 1, -1, DIM) for x in (query, key))
         return data, q, k, torch.cat([data, torch.ones_like(data[..., :1])], -1)[:, None]
 
-    def outputs(self, mechanism: Mechanism, needles: Sequence[float]) -> Float[Tensor, "needles d"]:
+    def outputs(self, mechanism: Mechanism, needles: Sequence[Number]) -> Float[Tensor, "needles d"]:
         """sum_j f_j A_j of the last row, f its weights: the mechanism applied to v = A."""
         x, q, k, v = self.inputs(needles)
         _, out = mechanism(x if mechanism.gated else None, q, k, v)
@@ -87,7 +88,7 @@ class Bench:
         return (1 - q0) ** self.m - (1 - q01) ** self.m
 
 
-def selectivity(name: str, bench: Bench, wanted: float = 0.5, **options: Any) -> Selectivity:
+def selectivity(name: str, bench: Bench, wanted: Number = 0.5, **options: Any) -> Selectivity:
     """The smallest needle that `name` separates with probability at least `wanted`. Learned maps are fitted first."""
     gate = {"model_dim": bench.d} if mechanism_class(name).gated else {}
     mechanism = make_mechanism(name, 1, DIM, bench.d + 1, **gate, **options).double()
@@ -96,14 +97,14 @@ def selectivity(name: str, bench: Bench, wanted: float = 0.5, **options: Any) ->
     with torch.no_grad():
         zero = bench.outputs(mechanism, [bench.a0])[0]
 
-        def separates(needle: float) -> bool:
+        def separates(needle: Number) -> bool:
             return bench.success(zero, bench.outputs(mechanism, [needle])[0]) >= wanted
 
         needle = first_true(separates, bench.a0, HIGHEST, scan=20, tolerance=TOLERANCE)
     return Selectivity(name, options, bench.n, needle, mechanism.learned, not mechanism.normalized)
 
 
-def softmax_limit(n: int, b: float = 0.5, scale: float = 1.0) -> float:
+def softmax_limit(n: int, b: Number = 0.5, scale: Number = 1.0) -> float:
     """What the law predicts for softmax when d is large: `critical_needle`."""
     return critical_needle("softmax", n, b, scale)
 
