@@ -49,8 +49,14 @@ def test_law_takes_large_n():
     assert found["failure"] == pytest.approx(6.842e-9, rel=1e-3)
 
 
+def test_a_rounded_n_is_a_size_and_the_count_taken_is_said():
+    done = RUNNER.invoke(app, ["theory", "law", "--n", "1e6", "--d", "514", "--kernel", "softmax", "--json"])
+    assert json.loads(done.stdout)["laws"][0]["n"] == 999936
+    assert "n = 999936, the multiple of d - 2 = 512 nearest to 1e6" in done.stderr
+
+
 def test_bad_input_is_one_line():
-    fails("n must be a multiple of d - 2 = 512, got 1000000. Nearest: 999936 or 1000448", "law", "--n", "1e6")
+    fails("n must be a multiple of d - 2 = 512, got 1000000. Nearest: 999936 or 1000448", "law", "--n", "1000000")
     fails(r"b \+ c must be 1", "law", "--c", "0.4")
     fails("No kernel 'sofmax'. Did you mean 'softmax'", "law", "--kernel", "sofmax")
     fails("the part after ':' must be a number", "law", "--kernel", "polynomial:x")

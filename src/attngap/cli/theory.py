@@ -12,7 +12,9 @@ from attngap.errors import AttngapError
 theory = typer.Typer(no_args_is_help=True, help="Why softmax can select where linear cannot: exact laws and checks.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Length = Annotated[float, typer.Option("--n", help="Tokens, a multiple of d - 2, up to 1e15.")]
+Length = Annotated[
+    str, typer.Option("--n", help="Tokens, a multiple of d - 2; 1e6 stands for the multiple nearest to it, up to 1e15.")
+]
 Width = Annotated[int, typer.Option("--d", help="Dimension of a token.")]
 Readouts = Annotated[int, typer.Option("--m", help="Random read-outs.")]
 Absent = Annotated[float, typer.Option("--a0", help="Needle of D0.")]
@@ -22,7 +24,7 @@ Scale = Annotated[float, typer.Option("--scale", help="Logit scale s.")]
 
 @theory.command()
 def law(
-    n: Length = 2**20,
+    n: Length = "1048576",
     d: Width = 514,
     a1: Annotated[float, typer.Option("--a1", help="Needle of D1.")] = 0.7,
     a0: Absent = 0.05,
@@ -45,14 +47,15 @@ def law(
 ) -> None:
     """The exact probability that one attention layer tells a planted needle from its absence.
 
-    Example: attngap theory law --n 1048576 --d 514 --a1 0.7 --a0 0.05 --b 0.5 --m 40 --kernel softmax,linear,tilted:2
+    Example: attngap theory law --n 1e6 --d 514 --a1 0.7 --a0 0.05 --b 0.5 --m 40 --kernel softmax,linear,tilted:2
     """
     from attngap.theory import kernels
     from attngap.theory.separation import law as make_law
 
     records = []
+    tokens = _length(n, d)
     for name in kernel.split(","):
-        options = {"n": n, "d": d, "a0": a0, "a1": a1, "b": b, "m": m, "scale": scale, "aq": aq, "c": c}
+        options = {"n": tokens, "d": d, "a0": a0, "a1": a1, "b": b, "m": m, "scale": scale, "aq": aq, "c": c}
         found = make_law(kernels.parse(name.strip()), **options)
         record = _describe(found)
         if success is not None:
@@ -108,7 +111,7 @@ def _moments(found: Any, which: int) -> dict[str, float]:
 @theory.command()
 def phase(
     output: Annotated[list[Path], typer.Option("-o", "--output", help=".html, .png, .svg or .json; repeatable.")],
-    n: Length = 2**20,
+    n: Length = "1048576",
     d: Width = 514,
     a0: Absent = 0.05,
     b: Share = 0.5,
@@ -131,7 +134,7 @@ def phase(
         check_path(path)
     chosen = [kernels.parse(name.strip()) for name in kernel.split(",")]
     with progress("phase diagrams", total=2 * len(chosen)) as advance:
-        result = compute(n=_whole(n), d=d, a0=a0, b=b, m=m, kernels=chosen, cells=cells, advance=advance)
+        result = compute(n=_length(n, d), d=d, a0=a0, b=b, m=m, kernels=chosen, cells=cells, advance=advance)
     chart = phase_chart(result)
     for path in output:
         save(chart, path)
@@ -266,7 +269,17 @@ def _mechanisms(text: str) -> list[tuple[str, dict[str, int]]]:
     return chosen
 
 
-def _whole(x: float | str) -> int:
+def _length(text: str, d: int) -> int:
+    """An n written like 1e6 is a size, not a count: the nearest multiple of d - 2 is taken, and said."""
+    n = _whole(text)
+    if "e" not in text.lower() or d < 3 or n % (d - 2) == 0:
+        return n
+    nearest = max(1, round(n / (d - 2))) * (d - 2)
+    typer.echo(f"n = {nearest}, the multiple of d - 2 = {d - 2} nearest to {text}", err=True)
+    return nearest
+
+
+def _whole(x: str) -> int:
     try:
         value = float(x)
     except ValueError:
