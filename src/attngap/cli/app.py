@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from attngap.cli.bench import bench
 from attngap.cli.demo import demo
 from attngap.cli.diagnose import diagnose
 from attngap.cli.eval import evaluate
@@ -44,6 +45,7 @@ def root(
 
 app.command()(mechanisms)
 app.add_typer(theory, name="theory")
+app.command()(bench)
 app.command()(diagnose)
 app.command()(plan)
 app.command()(linearize)

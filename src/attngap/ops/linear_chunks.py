@@ -81,7 +81,8 @@ class Run:
         kind = NoDecay if log_decay is None else ScalarDecay if log_decay.shape[-1] == 1 else VectorDecay
         self.decay = kind(self.scratch)
         self.n = q.shape[0] * setting.heads
-        self.spans = spans(q.shape[2], setting.chunk, self.n * q.shape[3], halving=kind.halving)
+        widest = max(q.shape[3], v.shape[3], setting.chunk)  # of q, v and the scores
+        self.spans = spans(q.shape[2], setting.chunk, q.shape[0] * q.shape[1] * widest, halving=kind.halving)
         self.inputs = [self.folded(x) for x in (q, k, v)]
         self.log_decay = None if log_decay is None else self.folded(log_decay)
 

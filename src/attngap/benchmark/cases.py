@@ -1,0 +1,81 @@
+"""What is compared with what."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attngap import ops
+from attngap.benchmark import peers
+
+OURS = "attngap"
+SDPA_LIMIT = 8192  # beyond it softmax takes minutes and says nothing new
+Implementation = Callable[..., Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op in one form: how its inputs are made, and who computes it. Ours is named OURS."""
+
+    op: str
+    form: str
+    inputs: Callable[[int, int, int], tuple[Tensor, ...]]  # heads, length, width
+    implementations: dict[str, Implementation]
+
+
+def cases(window: int = 64) -> tuple[Case, ...]:
+    def hybrid(q: Tensor, k: Tensor, v: Tensor, fq: Tensor, fk: Tensor) -> Tensor:
+        return ops.hybrid_attention(q, k, v, fq, fk, window=window)[0]
+
+    return (
+        Case(
+            "linear",
+            "normalized",
+            _positive,
+            {
+                OURS: lambda q, k, v: ops.linear_attention(q, k, v)[0],
+                "sdpa": peers.sdpa,
+                "fast-transformers": peers.fast_transformers,
+                "vectorized torch": peers.vectorized,
+            },
+        ),
+        Case(
+            "delta",
+            "gated",
+            _gated,
+            {
+                OURS: _gated_delta,
+                "sdpa": lambda q, k, v, beta, log_decay: peers.sdpa(q, k, v),
+                "transformers": peers.transformers_gated_delta,
+            },
+        ),
+        Case(
+            "hybrid",
+            f"window {window}, 4 sinks",
+            _with_features,
+            {OURS: hybrid, "sdpa": lambda q, k, v, fq, fk: peers.sdpa(q, k, v)},
+        ),
+    )
+
+
+def _positive(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
+    q, k = (torch.rand(1, heads, t, width) + 0.01 for _ in range(2))
+    return q, k, torch.randn(1, heads, t, width)
+
+
+def _gated(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
+    q, k, v = torch.randn(3, 1, heads, t, width)
+    beta, log_decay = torch.rand(1, heads, t), -0.1 * torch.rand(1, heads, t)
+    return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, log_decay
+
+
+def _with_features(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
+    q, k, v = torch.randn(3, 1, heads, t, width)
+    return q, k, v, torch.rand(1, heads, t, width), torch.rand(1, heads, t, width)
+
+
+def _gated_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    # transformers scales the queries itself.
+    return ops.delta_attention(q * q.shape[-1] ** -0.5, k, v, beta, log_decay=log_decay)[0]
