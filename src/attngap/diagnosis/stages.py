@@ -23,6 +23,7 @@ from attngap.progress import progress
 DEPTH = 1024  # floors, fits and damage look at the first tokens of a passage only; statistics at all of it
 STRESS = "stress"
 STRESS_DRAWS = 4  # there is one stress passage and many of text
+EMBEDDING_DRAWS = 16  # a passage has one embedding but a label at every token: one direction of it says too little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +180,7 @@ def estimate_damage(job: Job) -> None:
 
 
 def _damage(job: Job, name: str, tokens: Tensor, seed: int) -> dict[str, Tensor]:
-    draws = job.draws * (STRESS_DRAWS if name == STRESS else 1)
+    draws = job.draws * (STRESS_DRAWS if name == STRESS else 1) * (1 if job.shape.labels else EMBEDDING_DRAWS)
     found = projections(job.model, tokens[:, :DEPTH], lambda call: _changes(job, name, call), draws=draws, seed=seed)
     return {str(layer): one for layer, one in enumerate(found)}
 
