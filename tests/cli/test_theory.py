@@ -90,7 +90,8 @@ def test_check_prints_a_line_each_and_fails_on_any_failure(monkeypatch):
 
 def test_capacity_shows_where_the_law_holds():
     shown = run("capacity", "--rank", "32", "--value-dim", "32", "--vocabulary", "200", "--trials", "2")
-    assert "an empirical law, not a bound" in shown.replace("\n", " ")
+    assert "an empirical law, not a bound" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     found = json.loads(run("capacity", "--rank", "32", "--value-dim", "32", "--trials", "2", "--json"))
     assert found["half"] == pytest.approx(74.1, abs=0.1)
     assert set(found["curves"]) == {"gaussian", "positive"}

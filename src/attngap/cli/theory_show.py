@@ -80,9 +80,10 @@ def show_capacity(record: dict[str, Any]) -> None:
     for i, row in enumerate(curves[0]):
         table.add_row(f"{row['load']:g}", str(row["count"]), *(f"{c[i]['recall']:.3f}" for c in curves))
     title = f"rank {record['rank']}, value width {record['value_dim']}, {record['vocabulary']:,} codes"
-    console.print(f"{title}: half are recalled at about {record['half']:.0f} pairs (an empirical law, not a bound)")
+    console.print(f"{title}: about half of {record['half']:.0f} pairs are recalled")
     console.print(table)
-    console.print("load 1 is that number; the law is for gaussian keys: about 0.97 at 0.25, about 0.5 at 1")
+    console.print("Load 1 is that number. For gaussian keys about 0.97 at 0.25, about 0.5 at 1:")
+    console.print("an empirical law, not a bound")
 
 
 def show_thresholds(rows: list[dict[str, Any]], limits: dict[str, float]) -> None:

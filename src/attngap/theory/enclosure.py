@@ -65,7 +65,7 @@ def _narrow(ball) -> bool:
 def _success(flint: ModuleType, law: Law):
     """(1-q0)^m - (1-q01)^m as a ball, or None where a threshold is not decided at this precision.
 
-    As (1-q0)^m (1 - (1 - x)^m), x the chance that D1 alone fires given that D0 does not: nothing cancels when it is tiny.
+    As (1-q0)^m (1 - (1 - x)^m), x the chance that D1 alone fires given that D0 does not: no cancellation near zero.
     """
     fires, only = flint.arb(0), flint.arb(0)
     for signs in SIGNS:
