@@ -136,38 +136,6 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
     return hook
 
 
-def eliminate(
-    original: PreTrainedModel,
-    mechanisms: Mapping[int, Mechanism],
-    count: int,
-    tokens: Int[Tensor, "count context"],
-    *,
-    grouped: bool,
-    advance: Callable[..., None],
-) -> tuple[Keep, dict[Head, float]]:
-    """From all heads kept down to `count`, the least worthy go first; each stage judges the model as it is by then.
-
-    Heads that lean on one another, as those of an induction circuit do, are seen only while the others still work.
-    """
-    keep: Keep = frozenset((layer, head) for layer, m in mechanisms.items() for head in range(m.heads))
-    scores = dict.fromkeys(keep, 0.0)
-    for size in stages(len(keep), count):
-        scores = worth(original, mechanisms, keep, tokens)
-        keep = best_of({head: scores[head] for head in keep}, size, mechanisms, grouped=grouped)
-        advance()
-    return keep, scores
-
-
-def stages(total: int, count: int) -> list[int]:
-    """Sizes of the keep set on the way down: half of what is to go, then ever finer."""
-    sizes = []
-    size = total
-    while size > count:
-        size = max(count, min(size // 2, size - 1))
-        sizes.append(size)
-    return sizes
-
-
 def best_of(scores: Mapping[Head, float], count: int, mechanisms: Mapping[int, Mechanism], *, grouped: bool) -> Keep:
     """The `count` heads worth most, or the groups worth most until no further one fits."""
     if not grouped:
@@ -207,6 +175,8 @@ def refine(
     advance: Callable[..., None],
 ) -> Keep:
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
+    if not rounds:
+        return keep
     now = measure(original, convert(original, mechanisms, keep), tokens)
     for _ in range(rounds):
         scores = worth(original, mechanisms, keep, tokens)

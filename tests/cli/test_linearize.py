@@ -1,0 +1,89 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from attngap.cli.app import app
+from attngap.errors import AttngapError
+from tests.conversion.small import TEXT, plan, tokenizer
+from tests.models.tiny import tiny
+
+runner = CliRunner()
+QUICK = ["--context", "64", "--tokens", "256", "--steps", "2", "--joint", "1", "--rounds", "0"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base model, a text and a plan on disk, and the model converted from them."""
+    folder = tmp_path_factory.mktemp("cli")
+    model = tiny()
+    model.save_pretrained(folder / "base")
+    tokenizer().save_pretrained(folder / "base")
+    (folder / "text.txt").write_text(TEXT)
+    made = plan(model)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"name": str(folder / "base")})})
+    made.save(folder / "plan.json")
+    found = run(folder, "linearize", folder / "base", "--plan", folder / "plan.json", "-o", folder / "fast", "--json")
+    (folder / "receipt.txt").write_text(found.stdout)
+    return folder
+
+
+def run(folder, verb, *arguments):
+    extra = ["--text", str(folder / "text.txt"), *QUICK] if verb == "linearize" else []
+    return runner.invoke(app, [verb, *map(str, arguments), *extra])
+
+
+def test_json_is_the_receipt_and_the_folder_is_whole(place):
+    printed = json.loads((place / "receipt.txt").read_text())
+    assert printed == json.loads((place / "fast" / "receipt.json").read_text())
+    names = {path.name for path in (place / "fast").iterdir()}
+    assert {"adapter.safetensors", "attngap.json", "config.json", "README.md", "receipt.json"} <= names
+    assert "work" not in names
+    card = (place / "fast" / "README.md").read_text()
+    assert card.startswith("---\nbase_model: ")
+    assert "## Limits" in card
+
+
+def test_generate_continues_a_prompt(place):
+    found = run(place, "generate", place / "fast", "the cat", "--tokens", "5", "--json")
+    assert set(json.loads(found.stdout)) == {"prompt", "text", "cache_bytes"}
+    streamed = run(place, "generate", place / "fast", "the cat", "--tokens", "5")
+    assert streamed.exit_code == 0
+    assert streamed.stdout.replace(" ", "").startswith("thecat")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Say which heads to keep: --plan plan.json, --keep 0.1 or --max-ppl-ratio 1.02"),
+        (["--keep", "0.1", "--plan", "plan.json"], "--plan and --keep both say which heads to keep"),
+        (["--keep", "2"], "--keep takes a share from 0 to 1, got 2"),
+        (["--plan", "nowhere.json"], "Cannot read the plan 'nowhere.json'"),
+    ],
+)
+def test_wrong_choices_are_refused(place, arguments, message):
+    found = run(place, "linearize", place / "base", "-o", place / "new", *arguments)
+    assert isinstance(found.exception, AttngapError)
+    assert message in str(found.exception)
+    assert not (place / "new").exists()
+
+
+def test_folders_of_others_are_left_alone(place, tmp_path):
+    again = run(place, "linearize", place / "base", "--keep", "0.1", "-o", place / "fast")
+    assert "already holds a converted model" in str(again.exception)
+    (tmp_path / "letter.txt").write_text("dear")
+    other = run(place, "linearize", place / "base", "--keep", "0.1", "-o", tmp_path)
+    assert "is not empty and not a converted model" in str(other.exception)
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval"])
+def test_a_folder_without_a_converted_model_is_refused(place, verb, tmp_path):
+    found = run(place, verb, tmp_path, *(["hello"] if verb == "generate" else []))
+    assert "No converted model in" in str(found.exception)
+    assert "attngap linearize MODEL -o" in str(found.exception)
+
+
+def test_the_harness_is_asked_for_by_name_when_missing(place, monkeypatch):
+    monkeypatch.setattr("attngap.cli.eval.importlib.util.find_spec", lambda name: None)
+    found = run(place, "eval", place / "fast", "--lm-eval", "task.yaml")
+    assert str(found.exception) == "--lm-eval needs lm-evaluation-harness. Run: pip install lm-eval"
