@@ -11,13 +11,15 @@ MODELS = {"original": GRAY, "converted": BLUE, "sinks + window only": ORANGE, "r
 
 
 def quality_against_kept(points: Sequence[Row], title: str):
-    """A line a model over the share of heads that keep softmax. Rows: kept (a share), model, value."""
+    """A dot a measurement over the share of heads that keep softmax. Rows: kept (a share), model, value."""
     alt = altair()
     names = [name for name in MODELS if any(point["model"] == name for point in points)]
     colors = alt.Scale(domain=names, range=[MODELS[name] for name in names])
     return (
         alt.Chart(rows(points))
-        .mark_line(point=alt.OverlayMarkDef(size=70))
+        .mark_line(
+            point=alt.OverlayMarkDef(size=90), strokeDash=[2, 5], strokeWidth=1
+        )  # dashed: nothing measured there
         .encode(
             x=alt.X("kept:Q", title="share of heads that keep softmax", axis=alt.Axis(format="%")),
             y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False)),

@@ -88,7 +88,7 @@ def _quality(receipts: Sequence[Result]) -> Section:
         alt = "Quality against the share of heads that keep softmax, for the conversion and two baselines"
         caption = (
             "The same run measures all: the original, the conversion, the same heads with sinks and window only (no "
-            "feature map), and as many heads kept at random."
+            "feature map), and as many heads kept at random. Dots are measured; dashes only join them."
         )
         first = next(iter(specs.values()))
         blocks.append(Chart("quality", "Quality against share kept", alt, first, caption, specs, "Measure"))
