@@ -44,7 +44,7 @@ def extra_mb(call: Call, kept: int) -> float:
     events = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     live = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes()
+        live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         peak = max(peak, live)
     return max(0, peak - kept) / 2**20
 
