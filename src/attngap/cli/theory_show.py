@@ -96,7 +96,7 @@ def show_thresholds(rows: list[dict[str, Any]], limits: dict[str, float]) -> Non
         shown = ("-" if mine[n]["needle"] is None else f"{mine[n]['needle']:.3f}" for n in lengths)
         table.add_row(label, *shown, ", ".join(notes))
     table.add_row("softmax, d large", *(f"{limits[str(n)]:.3f}" for n in lengths), "the law")
-    console.print("smallest needle that separates; - : none up to 2. Softmax tends to 0.618 as n grows")
+    console.print("smallest needle that separates, - none up to 2; softmax tends to 0.618")
     console.print(table)
 
 

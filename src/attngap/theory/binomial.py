@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import gammaln
 
-Array = NDArray[np.float64] | np.float64  # numpy turns an array of no axes into a scalar
+Array = NDArray[np.float64]
 Numbers = int | float | Sequence[int] | NDArray[np.int64] | Array
 
 # Beyond exp(-REACH) of its start the integrand below adds nothing to a double.
@@ -48,7 +48,9 @@ def log_upper(count: int, x: Numbers) -> Array:
         return np.where(x == 0, 0.0, -np.inf)
     mirrored = 2 * x <= count
     far = np.where(mirrored, count - x + 1, x)
-    tail = np.where(far > count, -np.inf, log_pmf(count, far) + np.log(_mills(count, np.minimum(far, count))))
+    tail = np.where(
+        far > count, -np.inf, log_pmf(count, far) + np.log(_mills(count, np.asarray(np.minimum(far, count))))
+    )
     with np.errstate(divide="ignore"):
         return np.where(mirrored, np.log1p(-np.exp(tail)), tail)
 
@@ -82,7 +84,7 @@ def _mills(count: int, x: Array) -> Array:
     v = np.minimum(end, 1.0) * _unit
     with np.errstate(divide="ignore"):
         height = np.exp(square * np.log1p(-v * v) + line * np.log1p(-v))
-    return x * np.minimum(end[..., 0], 1.0) * (height * _unit_weights).sum(-1)
+    return np.asarray(x * np.minimum(end[..., 0], 1.0) * (height * _unit_weights).sum(-1))
 
 
 def _stirling_error(n: Numbers) -> Array:
