@@ -46,7 +46,7 @@ def cases(window: int = 64) -> tuple[Case, ...]:
             "gated",
             _gated,
             {
-                OURS: _gated_delta,
+                OURS: lambda q, k, v, beta, log_decay: ops.delta_attention(q, k, v, beta, log_decay=log_decay)[0],
                 "sdpa": lambda q, k, v, beta, log_decay: peers.sdpa(q, k, v),
                 "transformers": peers.transformers_gated_delta,
             },
@@ -74,8 +74,3 @@ def _gated(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
 def _with_features(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
     q, k, v = torch.randn(3, 1, heads, t, width)
     return q, k, v, torch.rand(1, heads, t, width), torch.rand(1, heads, t, width)
-
-
-def _gated_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
-    # transformers scales the queries itself.
-    return ops.delta_attention(q * q.shape[-1] ** -0.5, k, v, beta, log_decay=log_decay)[0]

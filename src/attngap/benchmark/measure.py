@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 Call = Callable[[], Tensor]
 ENOUGH = 7  # calls of a quick implementation, the best of which counts
-PATIENCE = 4.0  # seconds for one implementation: a slow one is called at least twice, no more often
+PATIENCE = 1.5  # seconds for one implementation: a slow one is called at least twice, no more often
 
 
 def matmul_rate(size: int = 1024) -> float:

@@ -35,7 +35,7 @@ def fast_transformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def transformers_gated_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
-    """The torch function that transformers falls back to where Qwen3-Next finds no GPU kernel."""
+    """The torch function that transformers falls back to where Qwen3-Next finds no GPU kernel. It scales q itself."""
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     by_time = (x.transpose(1, 2) for x in (q, k, v, log_decay, beta))
     out, _ = module.torch_chunk_gated_delta_rule(*by_time)

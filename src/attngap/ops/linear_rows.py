@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attngap.ops import pages
 from attngap.ops.delta_groups import Folded, Span
 from attngap.ops.linear_chunks import EPS, Setting, safe
 
@@ -16,7 +17,7 @@ class LinearRows(torch.autograd.Function):
         n, r, dv = q.shape[0] * setting.heads, q.shape[3], v.shape[3]
         S = torch.zeros(n, r, dv, dtype=setting.dtype, device=q.device)
         z = torch.zeros(n, r, 1, dtype=setting.dtype, device=q.device) if normalize else None
-        out = torch.empty(*q.shape[:3], dv, dtype=v.dtype, device=v.device)
+        out = pages.empty((*q.shape[:3], dv), v.dtype, v.device)
         queries, keys, values, rows = (_folded(x, mask, setting) for x in (q, k, v, out))
         for block in _blocks(q, setting):
             key = keys.read(block)
@@ -35,7 +36,7 @@ class LinearRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, dS, dz):
         q, k, v, S, z, mask, out = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = (pages.empty_like(x) for x in (q, k, v))
         queries, keys, values, rows, d_rows = (_folded(x, mask, ctx.setting) for x in (q, k, v, out, d_out))
         to_q, to_k, to_v = (_folded(x, mask, ctx.setting) for x in (dq, dk, dv))
         dS, dz = dS.flatten(0, 1).clone(), None if z is None else dz.flatten(0, 1)[..., None].clone()

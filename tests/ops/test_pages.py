@@ -1,0 +1,38 @@
+"""Large results in large pages: the same tensors, whatever the kernel makes of the advice."""
+
+import torch
+
+from attngap.ops import pages
+
+
+def test_fresh_tensors_are_ordinary_ones():
+    for shape in ((3, 5), (1024, 1025)):
+        x = pages.empty(shape, torch.float64, torch.device("cpu"))
+        assert x.shape == shape
+        assert x.dtype == torch.float64
+        assert x.is_contiguous()
+        x.fill_(2.0)
+        assert x.sum() == 2.0 * x.numel()
+
+
+def test_like_is_contiguous_whatever_the_layout():
+    x = torch.rand(4, 6, 5).transpose(0, 2)
+    assert pages.empty_like(x).shape == x.shape
+    assert pages.empty_like(x).is_contiguous()
+
+
+def test_only_large_tensors_are_advised_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pages, "_madvise", lambda: lambda start, length, advice: asked.append((start, length)) or 0)
+    pages.empty((pages.LARGE // 8,), torch.float32, torch.device("cpu"))
+    assert asked == []
+    x = pages.empty((pages.LARGE,), torch.float32, torch.device("cpu"))
+    ((start, length),) = asked
+    assert x.data_ptr() <= start
+    assert start + length <= x.data_ptr() + x.nbytes
+    assert length > x.nbytes - 2 * 4096
+
+
+def test_without_huge_pages_there_is_no_advice(monkeypatch):
+    monkeypatch.setattr(pages, "_madvise", lambda: None)
+    assert pages.empty((pages.LARGE,), torch.float32, torch.device("cpu")).numel() == pages.LARGE
