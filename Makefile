@@ -34,10 +34,10 @@ demo: $(VENV)/.demo  ## diagnose, plan, convert and report on SmolLM2
 	$(BIN)/attngap demo
 
 test: $(VENV)/.dev  ## everything that takes minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-all: $(VENV)/.dev  ## also what is marked slow
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

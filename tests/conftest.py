@@ -16,6 +16,8 @@ CHROMIUM_FLAGS = (
     "--disable-sync",
 )
 
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seeded():

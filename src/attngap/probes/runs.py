@@ -96,6 +96,7 @@ def run_all(
         checkpoints.mkdir(parents=True, exist_ok=True)
     runs.begin(sweep, specs)
     missing = [dict(spec) for spec in runs.missing(specs)]
+    _drop_checkpoints(checkpoints, [spec for spec in specs if spec not in missing])  # a kill may have come in between
     # Alone, a run may use every core; side by side they share them; on a cluster a job is promised one.
     threads = 1 if ray is not None else max(1, torch.get_num_threads() // max(1, workers))
     jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
@@ -106,9 +107,15 @@ def run_all(
             yield Done(spec, None, outcome.error)
             continue
         runs.add(spec, outcome.value["result"], outcome.value["provenance"])
-        if checkpoints is not None:
-            (checkpoints / f"{spec_key(spec)}.safetensors").unlink(missing_ok=True)
+        _drop_checkpoints(checkpoints, [spec])
         yield Done(spec, outcome.value["result"], None)
+
+
+def _drop_checkpoints(folder: Path | None, stored: Sequence[Spec]) -> None:
+    """A run that is in the database needs its checkpoint no more."""
+    if folder is not None:
+        for spec in stored:
+            (folder / f"{spec_key(spec)}.safetensors").unlink(missing_ok=True)
 
 
 def finished(specs: Sequence[Spec], runs: Runs) -> list[Record]:
