@@ -244,7 +244,8 @@ class _Run:
             notes=self.notes,
             provenance=provenance(seed=self.options["seed"], model=facts.name),
         )
-        return made.model_copy(update={"notes": [*made.notes, *made.shortcomings()]})
+        late = ["this run resumed an earlier one; seconds are its own only"] if self.work.resumed else []
+        return made.model_copy(update={"notes": [*made.notes, *late, *made.shortcomings()]})
 
 
 def _summary(errors: list[float]) -> dict[str, float]:

@@ -18,11 +18,15 @@ class Work:
 
     def __init__(self, folder: Path | None, key: dict[str, Any]):
         self.folder = folder
+        self.resumed = False  # has a piece of an earlier run been used
         self.key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
     def piece(self, name: str) -> dict[str, Tensor] | None:
         path = self._path(name)
-        return load_file(path) if path is not None and path.exists() else None
+        if path is None or not path.exists():
+            return None
+        self.resumed = True
+        return load_file(path)
 
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
         path = self._path(name)
