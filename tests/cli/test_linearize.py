@@ -18,7 +18,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
     model = tiny()
     model.save_pretrained(folder / "base")
-    tokenizer().save_pretrained(folder / "base")
+    words = tokenizer()
+    words.eos_token = words.pad_token  # lm-evaluation-harness starts texts with it
+    words.save_pretrained(folder / "base")
     (folder / "text.txt").write_text(TEXT)
     made = plan(model)
     made = made.model_copy(update={"model": made.model.model_copy(update={"name": str(folder / "base")})})
@@ -83,7 +85,35 @@ def test_a_folder_without_a_converted_model_is_refused(place, verb, tmp_path):
     assert "attngap linearize MODEL -o" in str(found.exception)
 
 
+TASK = """
+task: tiny
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["cat", "dog"]
+doc_to_target: answer
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
+def test_a_task_of_the_harness_runs_offline(place, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'attngap[eval]'")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps({"question": "the", "answer": i % 2}) + "\n" for i in range(4)))
+    (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
+    found = run(place, "eval", place / "fast", "--lm-eval", tmp_path / "tiny.yaml", "--json")
+    assert found.exit_code == 0, found.exception
+    scores = json.loads(found.stdout)
+    assert scores["original"]["acc"] == scores["converted"]["acc"] == 0.5  # one choice is likelier, whichever it is
+
+
 def test_the_harness_is_asked_for_by_name_when_missing(place, monkeypatch):
     monkeypatch.setattr("attngap.cli.eval.importlib.util.find_spec", lambda name: None)
     found = run(place, "eval", place / "fast", "--lm-eval", "task.yaml")
-    assert str(found.exception) == "--lm-eval needs lm-evaluation-harness. Run: pip install lm-eval"
+    assert str(found.exception) == "--lm-eval needs lm-evaluation-harness. Run: pip install 'attngap[eval]'"

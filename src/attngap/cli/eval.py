@@ -67,7 +67,7 @@ def parse_contexts(text: str) -> tuple[int, ...]:
 def harness(directory: Path, task: str, limit: int | None, as_json: bool) -> None:
     """Original and converted model on one task, side by side."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise AttngapError("--lm-eval needs lm-evaluation-harness. Run: pip install lm-eval")
+        raise AttngapError("--lm-eval needs lm-evaluation-harness. Run: pip install 'attngap[eval]'")
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
 
