@@ -47,6 +47,20 @@ def test_repeats_are_dropped_and_all_means_the_catalogue():
     assert sorted(names) == sorted(catalogue())
 
 
+def test_one_seed_of_everything_comes_first():
+    other = {**GRID, "tasks": ["mqar"], "task": {"length": 16, "pairs": 2, "vocabulary": 16}}
+    order = [(spec["seed"], spec["task"]) for spec in read_sweep({"grid": [GRID, other]})[1]]
+    assert order == [(seed, name) for seed in range(3) for name in ["copy"] * 4 + ["mqar"] * 4]
+
+
+def test_a_run_in_this_process_can_be_watched(tmp_path):
+    specs = specs_of(seeds=1, learning_rates=[1e-3])
+    seen = []
+    with Runs(tmp_path / "runs.db") as runs:
+        list(run_all(specs, runs, sweep="tiny", watch=lambda spec, *now: seen.append((spec["mechanism"], now[0]))))
+    assert seen == [(name, step) for name in ("elu", "softmax") for step in (1, 2, 3)]
+
+
 def test_defaults_are_written_out_so_that_the_key_sees_them():
     spec = make_spec("mqar", "elu")
     assert spec["train"]["clip"] == 1.0

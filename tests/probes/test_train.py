@@ -46,6 +46,16 @@ def test_same_seed_same_numbers_other_seed_other_numbers():
     assert a.curve != c.curve
 
 
+def test_reports_every_step_with_loss_and_latest_score():
+    seen = []
+    trained, _ = run(report=lambda *now: seen.append(now))
+    assert [step for step, _, _ in seen] == list(range(1, trained.steps + 1))
+    assert [score for _, _, score in seen[:11]] == [None] * 9 + [trained.curve[0][2]] * 2
+    mean = sum(loss for _, loss, _ in seen[:10]) / 10
+    assert mean == pytest.approx(trained.curve[0][1])
+    assert 0 < trained.cpu_seconds < 60
+
+
 class Stop(Exception):
     pass
 
@@ -56,7 +66,7 @@ def test_resumed_equals_uninterrupted(tmp_path, name):
     file = tmp_path / "run.safetensors"
 
     def stop(step, loss, score):
-        if step == 20:
+        if step == 23:  # between two checkpoints
             raise Stop
 
     with pytest.raises(Stop):

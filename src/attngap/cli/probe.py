@@ -196,18 +196,29 @@ def _run_and_show(
         if missing < len(specs):
             print(f"{len(specs) - missing} of {len(specs)} runs are in {db} already", file=sys.stderr)
         with progress(name, total=missing) as advance:
-            for done in run_all(specs, runs, sweep=name, workers=workers, ray=ray, checkpoints=checkpoints):
+
+            def watch(spec: Any, step: int, loss: float, score: float | None) -> None:
+                steps = spec["train"]["steps"]
+                advance(0, note=f"{_label(spec)}: step {step}/{steps} loss {loss:.3f} score {_number(score)}")
+
+            for done in run_all(
+                specs, runs, sweep=name, workers=workers, ray=ray, checkpoints=checkpoints, watch=watch
+            ):
                 score = "failed" if done.result is None else _number(done.result["score"])
-                advance(note=f"{done.spec['task']} {done.spec['mechanism']} seed {done.spec['seed']}: {score}")
+                advance(note=f"{_label(done.spec)}: score {score}")
                 if done.error is not None:
                     failed.append(done)
         summaries = summarize(runs.records(sweep=name))
     _print_json(summaries) if as_json else _print_summaries(summaries)
     for done in failed:
         last = (done.error or "").strip().splitlines()[-1]
-        print(f"{done.spec['task']} {done.spec['mechanism']} seed {done.spec['seed']} failed: {last}", file=sys.stderr)
+        print(f"{_label(done.spec)} failed: {last}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
+
+
+def _label(spec: dict[str, Any]) -> str:
+    return f"{spec['task']} {spec['mechanism']} seed {spec['seed']}"
 
 
 def _missing(db: Path, specs: list[Any]) -> int:

@@ -19,6 +19,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     finished: bool = False
     diverged: bool = False
     curve: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)

@@ -24,7 +24,7 @@ PRESETS: dict[str, Preset] = {
     "mqar": Preset(
         task={"length": 64, "pairs": 16, "vocabulary": 256},
         model={"width": 32, "heads": 2, "layers": 1},
-        train={"steps": 800},
+        train={"steps": 500},
         published="Zoology (2312.04927), Based (2402.18668): softmax solves it at every width, others need a "
         "state that grows with the pairs.",
     ),

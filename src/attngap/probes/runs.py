@@ -1,7 +1,8 @@
 """Carrying out specs: one here, or many through the engine into the store."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from attngap.probes.tasks.base import Task
 from attngap.probes.train import Report, Trained, train
 from attngap.provenance import provenance
 from attngap.store import Record, Runs, spec_key
+
+Watch = Callable[[Spec, int, float, float | None], None]  # spec, step, loss, latest validation score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +92,12 @@ def run_all(
     ray: str | None = None,
     checkpoints: Path | None = None,
     retries: int = 2,
+    watch: Watch | None = None,
 ) -> Iterator[Done]:
-    """Compute the runs the database lacks and store each as it finishes. Ends early only by Ctrl-C or close."""
+    """Compute the runs the database lacks and store each as it finishes. Ends early only by Ctrl-C or close.
+
+    `watch` is called after every step of a run in this process, that is with one worker.
+    """
     check(specs)
     if checkpoints is not None:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -100,7 +107,9 @@ def run_all(
     # Alone, a run may use every core; side by side they share them; on a cluster a job is promised one.
     threads = 1 if ray is not None else max(1, torch.get_num_threads() // max(1, workers))
     jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
-    for outcome in engine.run(execute, jobs, workers=workers, ray=ray, retries=retries):
+    here = watch is not None and workers == 1 and ray is None
+    function = (lambda job: execute(job, functools.partial(watch, job.spec))) if here else execute
+    for outcome in engine.run(function, jobs, workers=workers, ray=ray, retries=retries):
         spec = missing[outcome.index]
         if outcome.error is not None:
             runs.fail(spec, outcome.error)

@@ -32,7 +32,10 @@ GRID = ("tasks", "mechanisms", "seeds", "learning_rates", "state", "task", "mode
 
 
 def load_sweep(path: str | Path) -> tuple[str, list[Spec]]:
-    """The name of a sweep and its specs, without repeats, in the order of the file."""
+    """The name of a sweep and its specs, without repeats: all of the first seed, then all of the next.
+
+    Within a seed they follow the file, so that a sweep that was stopped shows the whole picture with fewer seeds.
+    """
     path = Path(path)
     if not path.is_file():
         raise AttngapError(f"No sweep file {str(path)!r}. An example: attngap probe sweep --help")
@@ -55,7 +58,7 @@ def read_sweep(table: Mapping[str, Any], default_name: str = "sweep") -> tuple[s
     if not isinstance(grids, list) or not grids:
         raise AttngapError("a sweep needs at least one [[grid]]")
     specs = {spec_key(spec): spec for grid in grids for spec in expand(grid)}
-    return name, list(specs.values())
+    return name, sorted(specs.values(), key=lambda spec: spec["seed"])
 
 
 def expand(grid: Mapping[str, Any]) -> list[Spec]:

@@ -65,6 +65,7 @@ class Trained:
     steps: int
     solved: bool
     seconds: float
+    cpu_seconds: float  # of all threads: what the run costs where others use the machine too
     tokens_per_second: float
     curve: list[tuple[int, float, float]]  # step, mean loss since the last entry, validation score
 
@@ -108,21 +109,22 @@ class Trainer:
         self.progress = checkpoint.load(checkpoints, self.model, self.optimizer) or self.progress
         held_out = self.task.sample(self.options.validation, stream("validation", 0), "validation")
         losses: list[float] = []
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         while not self.progress.finished:
-            losses.append(self.step(self.progress.step))
+            loss = self.step(self.progress.step)
+            losses.append(loss)
             self.progress.step += 1
-            diverged = not math.isfinite(losses[-1])
+            diverged = not math.isfinite(loss)
             last = diverged or self.progress.step == self.options.steps
-            if not last and self.progress.step % self.options.evaluate_every:
-                continue
-            score = math.nan if diverged else evaluate(self.model, self.task, held_out, self.options)
-            self.progress.seconds += time.perf_counter() - start
-            self._record(sum(losses) / len(losses), score, last)
-            checkpoint.save(checkpoints, self.model, self.optimizer, self.progress)
+            if last or self.progress.step % self.options.evaluate_every == 0:
+                score = math.nan if diverged else evaluate(self.model, self.task, held_out, self.options)
+                self.progress.seconds += time.perf_counter() - start
+                self.progress.cpu_seconds += time.process_time() - cpu
+                self._record(sum(losses) / len(losses), score, last)
+                checkpoint.save(checkpoints, self.model, self.optimizer, self.progress)
+                losses, start, cpu = [], time.perf_counter(), time.process_time()
             if report is not None:
-                report(self.progress.step, losses[-1], None if diverged else score)
-            losses, start = [], time.perf_counter()
+                report(self.progress.step, loss, self.progress.curve[-1][2] if self.progress.curve else None)
         return self._result()
 
     def step(self, step: int) -> float:
@@ -171,6 +173,7 @@ class Trainer:
             steps=progress.step,
             solved=score is not None and task.solved(score),
             seconds=progress.seconds,
+            cpu_seconds=progress.cpu_seconds,
             tokens_per_second=progress.step * options.batch * task.tokens / max(progress.seconds, 1e-9),
             curve=progress.curve,
         )

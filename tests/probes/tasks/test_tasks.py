@@ -185,6 +185,20 @@ def test_icl_regression_oracle_is_ridge():
             assert answers[b, i].item() == pytest.approx(x[i] @ w, abs=1e-4)
 
 
+@pytest.mark.parametrize("directions", [1, 24])
+def test_single_location_is_one_shifted_token(directions):
+    t = task("single-location", dim=8, length=16, signal=2.0, noise=0.0, directions=directions)
+    batch = t.sample(20_000, stream("x", 0))
+    asked = batch.inputs[:, -1]
+    assert len(asked.unique(dim=0)) == directions
+    torch.testing.assert_close(asked.norm(dim=1), torch.ones(20_000))
+    along = (batch.inputs[:, :-1] @ asked[:, :, None]).sum((1, 2))  # 16 standard normals and one shift
+    assert along.mean() == pytest.approx(2.0 * np.sqrt(8 / 2), abs=0.1)
+    assert along.var() == pytest.approx(16, rel=0.05)
+    assert batch.targets.var() == pytest.approx(1, rel=0.05)
+    assert (batch.targets * along[:, None]).mean() == pytest.approx(0, abs=0.15)  # the shift says nothing about y
+
+
 def test_single_location_oracle_beats_every_temperature():
     """The Bayes weights are a softmax at exactly this scale; sharper or flatter ones do worse."""
     t = task("single-location", dim=8, length=32, signal=1.0)
@@ -254,6 +268,7 @@ def test_predicted_recall_is_half_at_the_capacity_law():
             r"pairs must be at most key_symbols \*\* key_tokens = 64 distinct keys, got 80",
         ),
         ("needle", {"rows": 100, "kinds": 16}, "kinds must divide rows, got 16 kinds and 100 rows"),
+        ("single-location", {"directions": 0}, "directions must be at least 1, got 0"),
         ("text", {"length": 10**6}, "the bytes in the smallest split, got 1000000"),
         ("text", {"file": "nowhere.txt"}, "text: no file 'nowhere.txt'"),
         ("copy", {"itmes": 3}, "No option of task copy 'itmes'. Did you mean 'items'"),

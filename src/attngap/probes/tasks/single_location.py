@@ -16,7 +16,11 @@ class SingleLocation(Regression):
 
     The best answer weighs every token by its probability to be J, a softmax of signal sqrt(d/2) k*.x, and averages
     v*.x under it: softmax attention attains the Bayes risk, linear attention does not (Marion et al. 2410.01537;
-    2509.21936). A last row of zeros asks. k* and v* are the first two axes turned by a fixed rotation.
+    2509.21936). A last row asks: it holds k*.
+
+    With `directions` 1 both k* and v* are hidden and fixed, as published. One positive feature of the key that grows
+    like an exponential, such as elu's, is then enough. With more, each sequence draws its k* from that many unit
+    vectors orthogonal to v*, so the weights depend on the query and a few features no longer hold them.
     """
 
     name = "single-location"
@@ -28,10 +32,12 @@ class SingleLocation(Regression):
     length: int = 64
     signal: float = 1.5
     noise: float = 0.1
+    directions: int = 1
 
     def check(self) -> None:
         self.need(self.dim >= 2, f"dim must be at least 2, got {self.dim}")
         self.need(self.signal > 0, f"signal must be above 0, got {self.signal}")
+        self.need(self.directions >= 1, f"directions must be at least 1, got {self.directions}")
         self.need(self.noise >= 0, f"noise must be at least 0, got {self.noise}")
 
     @property
@@ -47,12 +53,12 @@ class SingleLocation(Regression):
         return self.signal * math.sqrt(self.dim / 2)
 
     def sample(self, count: int, generator: torch.Generator, split: Split = "train") -> Batch:
-        k, v = _directions(self.dim)
-        inputs = torch.zeros(count, self.tokens, self.dim)
-        inputs[:, :-1].normal_(generator=generator)
+        directions, v = _directions(self.dim, self.directions)
+        inputs = torch.empty(count, self.tokens, self.dim).normal_(generator=generator)
+        inputs[:, -1] = directions[torch.randint(self.directions, (count,), generator=generator)]
         place = torch.randint(self.length, (count,), generator=generator)
         rows = torch.arange(count)
-        inputs[rows, place] += self.shift * k
+        inputs[rows, place] += self.shift * inputs[:, -1]
         targets = inputs[rows, place] @ v + self.noise * torch.randn(count, generator=generator)
         return Batch(inputs, torch.full((count, 1), self.length), targets[:, None])
 
@@ -66,9 +72,9 @@ class SingleLocation(Regression):
 
     def posterior(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Mean and variance of v*.x_J given the tokens, (b, 1) each."""
-        k, v = _directions(self.dim)
-        rows = batch.inputs[:, :-1]
-        weights = torch.softmax(self.shift * (rows @ k), dim=1)
+        _, v = _directions(self.dim, self.directions)
+        rows, k = batch.inputs[:, :-1], batch.inputs[:, -1, :, None]
+        weights = torch.softmax(self.shift * (rows @ k).squeeze(-1), dim=1)
         mean = (weights * (rows @ v)).sum(1, keepdim=True)
         return mean, (weights * (rows @ v - mean).square()).sum(1, keepdim=True)
 
@@ -77,9 +83,11 @@ class SingleLocation(Regression):
 
 
 @functools.cache
-def _directions(dim: int) -> tuple[Tensor, Tensor]:
+def _directions(dim: int, count: int) -> tuple[Tensor, Tensor]:
+    """Unit vectors orthogonal to v*, (count, dim), and v* itself."""
     turn, _ = torch.linalg.qr(torch.randn(dim, dim, generator=stream("directions", dim)))
-    return turn[:, 0], turn[:, 1]
+    among = torch.randn(count, dim - 1, generator=stream("directions", dim, count))
+    return torch.nn.functional.normalize(among, dim=1) @ turn[:, 1:].T, turn[:, 0]
 
 
 @functools.cache
