@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("speeches", type=Path)
     parser.add_argument("--diagnosis", type=Path, required=True, help="written by `attngap diagnose smollm2`")
     parser.add_argument("--keep", default="0.25,0.1,0")
+    parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--joint", type=int, default=24)
+    parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     model, tokenizer = attngap.load("smollm2")
@@ -38,7 +40,14 @@ def main() -> None:
     for share in map(float, options.keep.split(",")):
         start = time.monotonic()
         _, receipt = attngap.linearize(
-            model, tokenizer, diagnosis.plan(share), joint=options.joint, measures=measures, quiet=False
+            model,
+            tokenizer,
+            diagnosis.plan(share),
+            window=options.window,
+            joint=options.joint,
+            lora=options.lora,
+            measures=measures,
+            quiet=False,
         )
         found[str(share)] = receipt.model_dump(mode="json", by_alias=True) | {
             "whole_seconds": round(time.monotonic() - start, 1),

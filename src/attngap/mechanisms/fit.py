@@ -11,6 +11,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.feature_maps import Prototype
 from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.ops.hybrid_blocks import Near
 
 CLUSTER_ROUNDS = 5
 CLUSTER_SAMPLE = 4096  # queries of a group that prototypes are looked for in
@@ -55,8 +56,14 @@ def fit_layer(
     judge = slice(train, None) if options.heldout else slice(None)
     energy = target.square().mean((0, 2, 3)).clamp(min=1e-12)  # (h,)
 
+    near = mechanism.near(q, k, v) if isinstance(mechanism, Hybrid) else None  # the same in every step
+
     def misfit(which: slice | Tensor) -> Float[Tensor, " h"]:
-        _, out = mechanism(None, q[which], k[which], v[which])
+        streams = mechanism.read(None, q[which], k[which], v[which])
+        if isinstance(mechanism, Hybrid) and near is not None:
+            _, out = mechanism.chunked(streams, near=Near(*(x[which] for x in near)))
+        else:
+            _, out = mechanism.chunked(streams)
         return (out - target[which]).square().mean((0, 2, 3)) / energy
 
     trained = [p for p in mechanism.parameters() if p.requires_grad]

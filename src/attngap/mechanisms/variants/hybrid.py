@@ -12,7 +12,8 @@ from attngap.mechanisms.base import Mechanism, State, Streams, read_out
 from attngap.mechanisms.feature_maps import feature_map as make_map
 from attngap.mechanisms.linear_state import EPS
 from attngap.ops.check import check_count
-from attngap.ops.hybrid import hybrid_attention
+from attngap.ops.hybrid import hybrid_attention, near_attention
+from attngap.ops.hybrid_blocks import Near
 from attngap.ops.hybrid_state import empty_state
 from attngap.ops.naive import expand_heads, hybrid_weights, safe_normalizer
 
@@ -91,12 +92,19 @@ class Hybrid(Mechanism):
         return hybrid_weights(streams.q, streams.k, fq, fk, **self._options(streams))
 
     def chunked(
-        self, streams: Streams, state: State | None = None, chunk: int | None = None
+        self, streams: Streams, state: State | None = None, chunk: int | None = None, *, near: Near | None = None
     ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+        """`near`, from `near` of the same q, k and v, spares computing it again where only the far part is trained."""
         fq, fk = _far(streams)
-        options = self._options(streams)
+        options = self._options(streams) | {"near": near}
         out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, state=state, chunk=chunk, **options)
         return after, out
+
+    def near(
+        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"]
+    ) -> Near:
+        """The near part of whole unpadded sequences; no parameter changes it."""
+        return near_attention(q, k, v, window=self.window, sinks=self.sinks, scale=self.scale)
 
     def state_floats(self, t: int) -> int:
         r, slots = self.feature_map.width, self.sinks + self.window
