@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("speeches", type=Path)
     parser.add_argument("--diagnosis", type=Path, required=True, help="written by `attngap diagnose smollm2`")
     parser.add_argument("--keep", default="0.25,0.1,0")
+    parser.add_argument("--granularity", choices=("head", "group"), default="head")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--joint", type=int, default=24)
     parser.add_argument("--lora", type=int, default=0)
@@ -42,7 +43,7 @@ def main() -> None:
         _, receipt = attngap.linearize(
             model,
             tokenizer,
-            diagnosis.plan(share),
+            diagnosis.plan(share, granularity=options.granularity),
             window=options.window,
             joint=options.joint,
             lora=options.lora,

@@ -48,7 +48,6 @@ class MixedHeads(nn.Module):
 
     keep: Tensor  # heads
     groups: Tensor  # key heads that some kept head reads
-    reads: Tensor  # where each kept head's keys are among those groups
 
     def __init__(self, layer: int, mechanism: Mechanism, keep: Iterable[int]):
         super().__init__()
@@ -56,11 +55,10 @@ class MixedHeads(nn.Module):
         heads = sorted(set(keep))
         group = mechanism.heads // mechanism.kv_heads
         groups = sorted({head // group for head in heads})
+        self.readers = [[head for head in heads if head // group == place] for place in groups]
         self.mechanism = mechanism
         self.register_buffer("keep", torch.tensor(heads, dtype=torch.long), persistent=False)
         self.register_buffer("groups", torch.tensor(groups, dtype=torch.long), persistent=False)
-        reads = torch.tensor([groups.index(head // group) for head in heads], dtype=torch.long)
-        self.register_buffer("reads", reads, persistent=False)
 
     def forward(
         self,
@@ -79,15 +77,19 @@ class MixedHeads(nn.Module):
             cache.advance(state, real, q.shape[2])
         if len(self.keep):
             keys, values = (k[:, self.groups], v[:, self.groups]) if cache is None else (cache.keys, cache.values)
-            exact = F.scaled_dot_product_attention(
-                q[:, self.keep],
-                keys[:, self.reads],
-                values[:, self.reads],
-                attn_mask=mask,
-                is_causal=causal and mask is None and q.shape[2] > 1,
-                scale=scale,
-            )
-            out = out.index_copy(1, self.keep, exact.to(out.dtype))
+            exact = [
+                F.scaled_dot_product_attention(
+                    q[:, heads],
+                    # Seen by all heads that read it, not copied: a copy costs more than attention over a long cache.
+                    keys[:, place : place + 1].expand(-1, len(heads), -1, -1),
+                    values[:, place : place + 1].expand(-1, len(heads), -1, -1),
+                    attn_mask=mask,
+                    is_causal=causal and mask is None and q.shape[2] > 1,
+                    scale=scale,
+                )
+                for place, heads in enumerate(self.readers)
+            ]
+            out = out.index_copy(1, self.keep, torch.cat(exact, 1).to(out.dtype))
         return out
 
 
