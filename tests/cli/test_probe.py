@@ -86,6 +86,18 @@ def test_results_filter_pivot_and_export(db, tmp_path):
         assert len(list(csv.DictReader(file))) == 4
 
 
+def test_results_plot(db, tmp_path):
+    shown = call("results", "--db", db, "--plot", tmp_path / "copy.svg").stdout
+    svg = (tmp_path / "copy.svg").read_text()
+    assert shown == ""
+    assert svg.startswith("<svg")
+    assert all(text in svg for text in ("softmax", "elu", "accuracy", "state after the whole sequence"))
+    with pytest.raises(AttngapError, match=r"--plot writes SVG, got .*copy\.png'\. Name it copy\.svg"):
+        call("results", "--db", db, "--plot", tmp_path / "copy.png")
+    with pytest.raises(AttngapError, match=r"--plot draws one task, found no runs\. Choose one: --task mqar"):
+        call("results", "--db", db, "--task", "mqar", "--plot", tmp_path / "none.svg")
+
+
 SWEEP = """
 name = "night"
 [[grid]]

@@ -6,7 +6,7 @@ from attngap.charts.frame import Row, altair, rows
 
 
 def score_against_state(points: Sequence[Row], metric: str, chance: float, best: float | None):
-    """One point a mechanism and size, with its confidence interval; the line is what theory predicts for that state.
+    """One point a mechanism and size, with its confidence interval; gray is what theory predicts for that state.
 
     Rows: mechanism, state_floats, score, low, high, predicted.
     """
@@ -30,6 +30,7 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
         base.mark_rule(strokeWidth=2, opacity=0.6).encode(
             x=x, y=alt.Y("low:Q", title=metric), y2="high:Q", color=color
         ),
+        base.mark_line(strokeWidth=1, opacity=0.6).encode(x=x, y=y, color=color),
         base.mark_point(filled=True, size=90).encode(x=x, y=y, color=color, tooltip=tips),
         alt.Chart(rows([{"level": chance}])).mark_rule(strokeDash=[2, 3]).encode(y="level:Q"),
     ]

@@ -150,6 +150,7 @@ def results(
     sweep: Annotated[str | None, typer.Option(help="Only runs of this sweep.")] = None,
     pivot: Annotated[bool, typer.Option("--pivot", help="One row a mechanism, one column a task.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write every run to a CSV file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw one task's scores against the state (SVG).")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow running sweeps until they are through.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -173,11 +174,15 @@ def results(
         write_csv(records, csv)
         print(f"{len(records)} runs in {csv}", file=sys.stderr)
     summaries = summarize(records)
+    if plot is not None:
+        from attngap.cli.probe_plot import plot as draw
+
+        draw(summaries, plot)
     if as_json:
         _print_json(summaries)
     elif pivot:
         _print_pivot(summaries)
-    elif csv is None:
+    elif csv is None and plot is None:
         _print_summaries(summaries)
 
 
