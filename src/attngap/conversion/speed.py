@@ -77,6 +77,7 @@ def filled(model: PreTrainedModel, context: int) -> DynamicCache:
             new = torch.randn(*x.shape[:2], more, x.shape[3], generator=generator).to(x)
             setattr(held, name, torch.cat((x, new), 2))
         if isinstance(layer, MixedLayer):
+            layer.room = {}
             layer.seen += more
             layer.count = layer.count + more
     return cache

@@ -14,6 +14,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import State
 
 _CARRIER = "_attngap_cache"
+SPARE = 64  # tokens of room behind the keys and values held in full: they are moved once in so many tokens, not at each
 
 
 class MixedLayer(CacheLayerMixin):
@@ -30,6 +31,7 @@ class MixedLayer(CacheLayerMixin):
         super().__init__()
         self.groups = groups
         self.state: State | None = None
+        self.room: dict[str, Tensor] = {}  # what keys and values are the beginning of
         self.count = None
         self.seen = 0  # tokens seen, padding included
         self.unread = False
@@ -57,13 +59,25 @@ class MixedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if len(self.groups):
-            self.keys = torch.cat((self.keys, key_states[:, self.groups]), 2)
-            self.values = torch.cat((self.values, value_states[:, self.groups]), 2)
+            self.keys = self._append("keys", self.keys, key_states[:, self.groups])
+            self.values = self._append("values", self.values, value_states[:, self.groups])
         self.seen += key_states.shape[2]
         self.unread = True
         carrier = key_states.view_as(key_states)  # a tensor of its own to hang the cache on
         setattr(carrier, _CARRIER, self)
         return carrier, value_states
+
+    def _append(self, name: str, held: Tensor, new: Tensor) -> Tensor:
+        if held.requires_grad or new.requires_grad:
+            return torch.cat((held, new), 2)
+        before, after = held.shape[2], held.shape[2] + new.shape[2]
+        room = self.room.get(name)
+        if room is None or room.data_ptr() != held.data_ptr() or room.shape[2] < after:
+            room = held.new_empty(*held.shape[:2], after + SPARE, held.shape[3])
+            room[:, :, :before] = held
+            self.room[name] = room
+        room[:, :, before:after] = new
+        return room[:, :, :after]
 
     def advance(self, state: State, real: Tensor | None, length: int) -> None:
         """Keep the state after `length` new tokens, of which `real` are no padding."""
@@ -82,6 +96,7 @@ class MixedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.keys = self.values = self.state = self.count = None
+        self.room = {}
         self.is_initialized, self.unread, self.seen = False, False, 0
 
     def reorder_cache(self, beam_idx: Int[Tensor, " n"]) -> None:
@@ -102,8 +117,9 @@ class MixedLayer(CacheLayerMixin):
             self._move(self.device)
 
     def bytes(self) -> int:
-        """Bytes of keys, values, counts and state."""
-        held = [self.keys, self.values, self.count, *(self.state or {}).values()]
+        """Bytes of keys and values with their spare room, counts and state."""
+        full = [self.room.get("keys", self.keys), self.room.get("values", self.values)]
+        held = [*full, self.count, *(self.state or {}).values()]
         return sum(x.numel() * x.element_size() for x in held if x is not None)
 
     def _choose(self, rows: Tensor) -> None:
@@ -116,6 +132,7 @@ class MixedLayer(CacheLayerMixin):
 
     def _apply(self, change) -> None:
         self.keys, self.values, self.count = (change(x) for x in (self.keys, self.values, self.count))
+        self.room = {}  # of the tensors as they were
         if self.state is not None:
             self.state = {name: change(x) for name, x in self.state.items()}
 
