@@ -31,19 +31,19 @@ PRESETS: dict[str, Preset] = {
     "copy": Preset(
         task={"items": 24, "symbols": 32},
         model={"width": 64, "heads": 4, "layers": 2, "positions": "rotary"},
-        train={"steps": 400},
+        train={"steps": 200},
         published="2402.01032: softmax copies, a model with a fixed state falls behind.",
     ),
     "selective-copy": Preset(
         task={"length": 24, "items": 8, "symbols": 32},
         model={"width": 64, "heads": 4, "layers": 2, "positions": "rotary"},
-        train={"steps": 600},
+        train={"steps": 400},
         published="Mamba (2312.00752) compares state-space models with and without gates; it has no softmax row.",
     ),
     "induction": Preset(
         task={"passage": 24, "queries": 12, "vocabulary": 128},
-        model={"width": 64, "heads": 2, "layers": 1},
-        train={"steps": 800},
+        model={"width": 32, "heads": 2, "layers": 1, "positions": "learned"},
+        train={"steps": 500},
         published="2209.11895 describes the softmax circuit; no ranking is published for this shuffled form.",
     ),
     "needle": Preset(
@@ -53,17 +53,17 @@ PRESETS: dict[str, Preset] = {
         published="2310.11685: softmax separates, linear scores do not, at weights of like size.",
     ),
     "icl-regression": Preset(
-        task={"dim": 3, "points": 16},
-        model={"width": 32, "heads": 4, "layers": 2, "mlp": 2},
-        train={"steps": 1000},
+        task={"dim": 2, "points": 12},
+        model={"width": 32, "heads": 2, "layers": 3, "mlp": 4},
+        train={"steps": 500},
         published="2512.11784: softmax turns linear for Gaussian tokens and long prompts, so a small gap is expected.",
     ),
     "single-location": Preset(
-        task={"dim": 16, "length": 64},
+        task={"dim": 8, "length": 16, "directions": 16},
         model={"width": 32, "heads": 1, "layers": 1, "conv": 0},
         train={"steps": 400, **ONE_ANSWER},
-        published="2509.21936: softmax reaches the Bayes risk, linear scores do not. The query is fixed here, so a "
-        "feature map with an exponential side (elu) can hold the Bayes weights, and does.",
+        published="2509.21936: softmax reaches the Bayes risk, linear scores do not. There the query is fixed "
+        "(directions=1), and a feature map with an exponential side such as elu's reaches it too.",
     ),
     "fuzzy-recall": Preset(
         task={"pairs": 8},
@@ -73,8 +73,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "text": Preset(
         task={"length": 128},
-        model={"width": 96, "heads": 4, "layers": 2, "mlp": 2},
-        train={"steps": 400, "batch": 16},
+        model={"width": 64, "heads": 4, "layers": 2, "mlp": 2, "positions": "rotary"},
+        train={"steps": 250, "batch": 16},
         published="Hedgehog (2402.04347): elu features trail softmax in perplexity, learned ones come near.",
     ),
 }
