@@ -59,9 +59,9 @@ PRESETS: dict[str, Preset] = {
         published="2512.11784: softmax turns linear for Gaussian tokens and long prompts, so a small gap is expected.",
     ),
     "single-location": Preset(
-        task={"dim": 8, "length": 16, "directions": 16},
+        task={"dim": 8, "length": 16, "directions": 32},
         model={"width": 32, "heads": 1, "layers": 1, "conv": 0},
-        train={"steps": 400, **ONE_ANSWER},
+        train={"steps": 600, **ONE_ANSWER},
         published="2509.21936: softmax reaches the Bayes risk, linear scores do not. There the query is fixed "
         "(directions=1), and a feature map with an exponential side such as elu's reaches it too.",
     ),
