@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attngap.diagnosis.bounds import CELLS, bounds
+from attngap.diagnosis.bounds import CELLS, TENSORS, bounds
 from attngap.theory.certificates import ceiling, floor
 
 RANKS = (2, 4, 8)
@@ -51,3 +51,17 @@ def test_the_number_of_threads_is_restored():
     before = torch.get_num_threads()
     bounds(weights(True), torch.randn(3, 40, 5), RANKS, window=4, sinks=2, causal=True)
     assert torch.get_num_threads() == before
+
+
+def test_processes_and_this_process_give_the_same_numbers(monkeypatch):
+    monkeypatch.setattr("attngap.diagnosis.bounds.WORTH", 0)
+    a, v = weights(True), torch.randn(3, 40, 5, generator=torch.Generator().manual_seed(1))
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(bounds(a, v, RANKS, window=4, sinks=2, causal=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(getattr(found[0], name), getattr(found[1], name)) for name in TENSORS)

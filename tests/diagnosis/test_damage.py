@@ -1,9 +1,10 @@
 """The damage estimate is the KL divergence of a small change, and leaves the model as it was."""
 
+import pytest
 import tiny_models
 import torch
 
-from attngap.diagnosis.damage import embedding, projections, run, score
+from attngap.diagnosis.damage import MOST, embedding, projections, run, score
 from attngap.models.capture import capture
 
 HEAD, TOKEN, LAYER, SIZE = 2, 5, 1, 0.02
@@ -36,6 +37,13 @@ def test_labels_give_the_kl_divergence_in_nats_a_token():
     assert 0.85 < float(estimate[HEAD] / kl) < 1.15
     assert estimate[[0, 1, 3]].abs().max() == 0
     assert found[0].abs().max() == 0
+
+
+def test_one_wild_token_does_not_decide_the_damage_of_a_head():
+    projected = torch.zeros(1, 1, 100)
+    projected[0, 0, :2] = torch.tensor([0.2, 50.0])
+    assert score(projected, labels=True).item() == pytest.approx((0.02 + MOST) / 100)
+    assert score(projected, labels=False).item() == pytest.approx(50.2**2)
 
 
 def test_encoders_give_the_squared_change_of_the_embedding():

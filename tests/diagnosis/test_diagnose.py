@@ -10,9 +10,14 @@ import torch
 
 from attngap.diagnosis import stages
 from attngap.diagnosis.diagnose import diagnose, headline_rank
+from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.result import Diagnosis
+from attngap.diagnosis.sequences import sequences
 from attngap.errors import AttngapError
+from attngap.mechanisms.catalogue import mechanism
+from attngap.models.capture import capture
 from attngap.models.plan import Plan
+from attngap.models.swap import swap
 
 TEXT = " ".join(f"{i} bottles of beer on the wall, {i} bottles of beer." for i in range(400))
 OPTIONS = {"context": 48, "passages": 2, "ranks": (2, 4), "window": 6, "sinks": 2, "draws": 2}
@@ -61,6 +66,8 @@ def test_verification_measures_real_replacements(found):
     measured = {head.id: head.measured for head in found.heads if head.measured is not None}
     assert [measured[name] for name in check.heads] == check.measured
     assert all(value >= -1e-6 for value in check.measured)
+    assert check.recall_spearman is not None
+    assert all(found.heads[i].recall_measured is None or found.heads[i].recall_measured > 0 for i in range(8))
     assert check.measured[0] > check.measured[-1]  # the head estimated worst against the one estimated best
 
 
@@ -138,7 +145,10 @@ def test_sliding_windows_stay_and_say_why():
 def test_position_bias_stays_and_cross_attention_is_apart():
     result = run("t5")
     assert len(result.heads) == 16
-    assert all("position bias" in head.reason for head in result.heads)
+    assert all("position bias" in head.reason and "rank 4 would cost" in head.reason for head in result.heads)
+    assert all(head.damage is None and len(head.unavoidables) == 2 for head in result.heads)
+    assert sum(head.unavoidable for head in result.heads) > 0
+    assert all(head.unavoidables[0] >= head.unavoidables[1] * 0.5 for head in result.heads)
     assert len(result.cross) == 8
     assert all(0 <= row["entropy"] <= 1 for row in result.cross)
 
@@ -177,7 +187,7 @@ def test_a_plan_by_groups_keeps_whole_key_heads(found):
 
 
 def test_the_headline_rank_is_next_to_the_head_dimension(found):
-    shape = stages.Shape(1, 4, 2, 64, 0, True, True)
+    shape = stages.Shape(1, 4, 2, 64, 0, True, True, 0)
     assert headline_rank((8, 16, 64, 128), shape) == 64
     assert headline_rank((8, 100), shape) == 100
 
@@ -246,8 +256,41 @@ def test_the_model_is_left_as_it_was():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_converted_model_is_refused():
+def converted():
+    """Head 1 of layer 0 keeps softmax, everything else is replaced; and the model it was made from."""
     model = tiny_models.make("llama")
-    model.config._attn_implementation_internal = stages.CONVERTED
-    with pytest.raises(AttngapError, match="was converted by attngap"):
-        diagnose(model, tiny_models.tokenizer(), TEXT, **OPTIONS)
+    shape = {"heads": 4, "dim": 8, "value_dim": 8, "kv_heads": 2, "window": 4, "sinks": 1}
+    return swap(model, {0: (mechanism("hybrid", **shape), [1]), 1: (mechanism("hybrid", **shape), [])}), model
+
+
+def test_a_converted_model_shows_its_linear_heads_as_they_are():
+    model, original = converted()
+    result = diagnose(model, tiny_models.tokenizer(), TEXT, **OPTIONS, verify=1)
+    kept, *linear = sorted(result.heads, key=lambda head: head.id != "0.1")
+    assert {head.verdict for head in linear} == {"linear"}
+    assert all("is linear already" in head.reason and head.floors is None and head.damage is None for head in linear)
+    assert all(0 < head.top <= 1 and head.spread is None and head.logit_ratio is None for head in linear)
+    assert kept.damage > 0
+    assert kept.measured > 0
+    before = diagnose(original, tiny_models.tokenizer(), TEXT, **OPTIONS)
+    assert kept.far == pytest.approx(before.heads[1].far)  # nothing before layer 0 has changed
+    assert kept.floors == pytest.approx(before.heads[1].floors)
+    assert abs(linear[0].far - before.heads[0].far) > 1e-3
+    assert any("7 heads are linear already" in note for note in result.notes)
+    assert result.plan(1.0).keep == ((0, 1),)
+
+
+def test_statistics_of_linear_heads_are_of_their_mechanisms_weights():
+    model, _ = converted()
+    tokens, seen = tiny_models.tokens(1, 24), []
+    with torch.no_grad(), capture(model, seen.append):
+        during = model(tokens).logits
+    with torch.no_grad():
+        assert torch.equal(during, model(tokens).logits)
+    call = seen[0]
+    mixing = call.module.attngap.mechanism
+    exact = mixing.weights(mixing.read(None, call.q, call.k, call.v))[0]
+    found = with_mixing(next(sequences(call)), call).weights()
+    assert call.linear == (0, 2, 3)
+    assert torch.allclose(found[[0, 2, 3]], exact[[0, 2, 3]], atol=1e-5)
+    assert not torch.allclose(found[1], exact[1], atol=1e-2)

@@ -74,6 +74,12 @@ def test_a_missing_tokenizer_is_said(folder):
         load(folder)
 
 
+def test_damaged_weights_get_one_line(folder):
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(AttngapError, match=r"Cannot load the model .*deserializing header"):
+        load(folder)
+
+
 def test_a_gguf_file_that_is_none(tmp_path):
     path = tmp_path / "model.gguf"
     with pytest.raises(AttngapError, match="No file"):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from attngap.charts.frame import BLUE, ORANGE, TEAL, Row, altair, rows
+from attngap.charts.frame import BLUE, GRAY, ORANGE, TEAL, Row, altair, rows
 from attngap.errors import unknown
 
 
@@ -34,7 +34,7 @@ METRICS = (
     Metric("sink", "sink mass", ".1%", "linear", "attention on the first tokens"),
     Metric("far", "far mass", ".1%", "linear", "attention outside the window and the sinks"),
 )
-VERDICTS = {"keep": ORANGE, "replace": BLUE, "window": TEAL}
+VERDICTS = {"keep": ORANGE, "replace": BLUE, "window": TEAL, "linear": GRAY}
 
 
 def head_map(heads: Sequence[Row], color: str = "verdict"):

@@ -14,7 +14,9 @@ SHOWN = 20  # heads in the table; all of them are in the folder
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, smollm2 or minilm.")],
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, a converted folder, smollm2, minilm.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the result.")],
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
@@ -117,8 +119,10 @@ def ranked(result: "Diagnosis") -> "list[Head]":
 def summary(result: "Diagnosis") -> list[str]:
     """A few sentences: how concentrated the damage is, how much is unavoidable, whether the estimate holds."""
     counts = {name: sum(head.verdict == name for head in result.heads) for name in ("keep", "replace", "window")}
+    linear = sum(head.verdict == "linear" for head in result.heads)
     lines = [
-        f"{counts['keep']} heads to keep, {counts['replace']} to replace, {counts['window']} that need a window only."
+        f"{counts['keep']} heads to keep, {counts['replace']} to replace, {counts['window']} that need a window only"
+        + (f"; {linear} are linear already." if linear else ".")
     ]
     damages = sorted((head.damage for head in result.heads if head.damage is not None), reverse=True)
     total = sum(damages)
@@ -132,7 +136,8 @@ def summary(result: "Diagnosis") -> list[str]:
     if (check := result.verification) is not None and check.spearman is not None:
         lines.append(
             f"Verified on {check.passages} held-out passages: rank correlation of estimated and real damage over "
-            f"{len(check.heads)} heads is {check.spearman:.2f}."
+            f"{len(check.heads)} heads is {check.spearman:.2f}"
+            + ("." if check.recall_spearman is None else f", on another stress passage {check.recall_spearman:.2f}.")
         )
     return lines
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attngap.diagnosis.damage import score
-from attngap.diagnosis.replacement import BARRIERS
+from attngap.diagnosis.replacement import BARRIERS, LINEAR
 from attngap.diagnosis.result import Head, Read
 from attngap.diagnosis.stages import STRESS, Job
 from attngap.diagnosis.survey import summary
@@ -24,14 +24,14 @@ def heads(job: Job, tokenizer: PreTrainedTokenizerBase, rank: int | None) -> lis
         rows = _statistics(job, layer)
         if rank is not None:
             _add(rows, _certificates(job, layer, rank))
-            if rows[0]["replaceable"]:
-                _add(rows, _damages(job, layer, rank))
+            _add(rows, _damages(job, layer, rank))
             for row, pairs in zip(rows, _reads(job, layer, tokenizer), strict=True):
                 row["reads"] = pairs
         group = job.shape.heads // job.shape.kv_heads
         for head, row in enumerate(rows):
             place = {"id": f"{layer}.{head}", "layer": layer, "head": head, "kv_head": head // group}
-            out.append(Head(**place, verdict="replace", **row))
+            linear = row["reason"] == LINEAR
+            out.append(Head(**place, verdict="linear" if linear else "replace", **row))
     _weigh(out)
     return out
 
@@ -59,7 +59,8 @@ def patterns(job: Job) -> dict[str, np.ndarray]:
 
 def coarsening(job: Job) -> tuple[int, int]:
     """How many of the possible cuts the floors tried."""
-    cuts, possible = _piece(job, "deep-0-0")["cuts"].tolist()
+    pieces = (_piece(job, f"deep-0-{layer}") for layer in range(job.shape.layers))
+    cuts, possible = next((piece["cuts"].tolist() for piece in pieces if "cuts" in piece), (0, 0))
     return cuts, possible
 
 
@@ -72,16 +73,21 @@ def _statistics(job: Job, layer: int) -> list[dict[str, Any]]:
         row = {name: _number(text[name][head]) for name in MEASURED}
         row |= {name: _number(stress[name][head]) for name in ("previous", "duplicate", "induction")}
         row["stress_far"] = max(0.0, 1 - float(stress["sink"][head] + stress["near"][head]))
-        row |= {"replaceable": barrier < 0, "reason": "" if barrier < 0 else BARRIERS[barrier]}
+        why = LINEAR if pieces[0]["linear"][head] else "" if barrier < 0 else BARRIERS[barrier]
+        row |= {"replaceable": not why, "reason": why}
         rows.append(row)
     return rows
 
 
 def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
     first, stress = _piece(job, f"deep-0-{layer}"), _piece(job, f"deep-{STRESS}-{layer}")
+    linear = _piece(job, f"rows-0-{layer}")["linear"]
     place = job.depth.ranks.index(rank)
     rows = []
     for head in range(job.shape.heads):
+        if linear[head]:
+            rows.append({})
+            continue
         row: dict[str, Any] = {
             "floor": float(first["floor"][head, place]),
             "ceiling": float(first["ceiling"][head, place]),
@@ -105,29 +111,33 @@ def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
 
 
 def _damages(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
-    """Damage is the mean over text passages; the ceiling's is to the fit's as on the first passage."""
+    """Damage is the mean over text passages; the ceiling's is to the fit's as on the first passage.
+
+    A head without a replacement has no damage, but what the best weights of a rank would cost it is known all the same.
+    """
+    rows = _piece(job, f"rows-0-{layer}")
+    linear = rows["linear"]
     found = {
         name: score(_piece(job, f"damage-{name}")[str(layer)], labels=job.shape.labels) for name, _ in job.damaged()
     }
     stress, first = found.pop(STRESS), found["0"]  # (1 + ranks, h)
     fitted = torch.stack([one[0] for one in found.values()]).mean(0)
     place = job.depth.ranks.index(rank)
-    rows = []
+    out = []
     for head in range(job.shape.heads):
-        damage = float(fitted[head])
-        best = first[1:, head] / first[0, head].clamp(min=torch.finfo(first.dtype).tiny) * damage
-        unavoidable = min(float(best[place]), damage)
-        rows.append(
-            {
-                "damage": damage,
-                "recall_damage": float(stress[0, head]),
-                "unavoidables": best.tolist(),
-                "recall_unavoidables": stress[1:, head].tolist(),
-                "unavoidable": unavoidable,
-                "lost": damage - unavoidable,
-            }
-        )
-    return rows
+        row: dict[str, Any] = {}
+        if not linear[head]:
+            row["recall_unavoidables"] = stress[1:, head].tolist()
+            row["unavoidables"] = first[1:, head].tolist()
+            row["unavoidable"] = row["unavoidables"][place]
+        if not linear[head] and int(rows["barrier"]) < 0:
+            damage = float(fitted[head])
+            best = first[1:, head] / first[0, head].clamp(min=torch.finfo(first.dtype).tiny) * damage
+            unavoidable = min(float(best[place]), damage)
+            row |= {"damage": damage, "recall_damage": float(stress[0, head]), "unavoidables": best.tolist()}
+            row |= {"unavoidable": unavoidable, "lost": damage - unavoidable}
+        out.append(row)
+    return out
 
 
 def _weigh(rows: list[Head]) -> None:

@@ -2,32 +2,36 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attngap.engine import run
+from attngap.errors import AttngapError
 from attngap.theory.certificates import ceiling, floor
 
-CELLS = (
-    4,
-    2,
-)  # cuts of the floor's recursion: a third of the default's time, and the same floor but for the third digit
+# Cuts of the floor's recursion: a third of the default's time, and the same floor but for the third digit.
+CELLS = (4, 2)
+WORTH = 256  # tokens from which on it pays to start processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Of one layer on one sequence. Shares of the squared norm of what window and sinks leave over (`far`)."""
+    """Of one layer or head on one sequence. Shares of the squared norm of what window and sinks leave over (`far`)."""
 
-    floor: Float[Tensor, "h ranks"]
-    ceiling: Float[Tensor, "h ranks"]
-    far: Float[Tensor, " h"]  # share of the whole matrix's squared norm that is far
-    spectrum: Float[Tensor, "h r"]  # singular values of the mid-sequence block, largest first
-    change: Float[Tensor, "h ranks t dv"]  # of the output under the ceiling's weights
+    floor: Float[Tensor, "*h ranks"]
+    ceiling: Float[Tensor, "*h ranks"]
+    far: Float[Tensor, "*h"]  # share of the whole matrix's squared norm that is far
+    spectrum: Float[Tensor, "*h r"]  # singular values of the mid-sequence block, largest first
+    change: Float[Tensor, "*h ranks t dv"]  # of the output under the ceiling's weights
     cuts: int
     possible: int
+
+
+TENSORS = ("floor", "ceiling", "far", "spectrum", "change")
 
 
 def bounds(
@@ -39,29 +43,39 @@ def bounds(
     sinks: int,
     causal: bool,
 ) -> Bounds:
-    """Certificates of each head, a head a thread: the matrices are too small for LAPACK to share one well."""
+    """Certificates of each head, a head a process: they are many small steps, at which threads wait for each other."""
     near = (window, sinks) if causal else (0, 0)
-    ranks = [min(rank, weights.shape[-1]) for rank in ranks]
+    task = functools.partial(_of_head, ranks=[min(rank, weights.shape[-1]) for rank in ranks], near=near, causal=causal)
+    # A view would take the whole layer along to its process.
+    jobs = [(weights[head].clone(), values[head].clone()) for head in range(weights.shape[0])]
+    found: dict[int, Bounds] = {}
+    with _one_thread() as threads:
+        workers = min(threads, len(jobs)) if weights.shape[-1] >= WORTH else 1
+        for outcome in run(task, jobs, workers=workers):
+            if outcome.error is not None:
+                raise AttngapError(f"The bounds of head {outcome.index} failed: {outcome.error}")
+            found[outcome.index] = outcome.value
+    ordered = [found[head] for head in range(len(jobs))]
+    stacked = {name: torch.stack([getattr(one, name) for one in ordered]) for name in TENSORS}
+    return Bounds(**stacked, cuts=ordered[0].cuts, possible=ordered[0].possible)
 
-    def one(head: int):
-        low = floor(weights[head], ranks, *near, causal=causal, cells=CELLS)
-        lines = _mid_spectrum(weights[head], causal, *near)
-        high = ceiling(weights[head], ranks, *near, causal=causal)
+
+def _of_head(job: tuple[Tensor, Tensor], *, ranks: Sequence[int], near: tuple[int, int], causal: bool) -> Bounds:
+    """The same for one head, without the leading axis; in one thread wherever it runs, so that it rounds alike."""
+    weights, values = job
+    with _one_thread():
+        low = floor(weights, ranks, *near, causal=causal, cells=CELLS)
+        high = ceiling(weights, ranks, *near, causal=causal)
         assert high.weights is not None
-        change = (high.weights - weights[head].double()).float() @ values[head]  # (ranks, t, dv)
-        return low, lines, high.relative, change
-
-    with _one_thread(), ThreadPoolExecutor(torch.get_num_interop_threads()) as pool:
-        low, lines, high, change = zip(*pool.map(one, range(weights.shape[0])), strict=True)
-    return Bounds(
-        floor=torch.stack([item.relative for item in low]),
-        ceiling=torch.stack(high),
-        far=torch.stack([item.far / item.whole for item in low]),
-        spectrum=torch.stack(lines),
-        change=torch.stack(change),
-        cuts=low[0].cuts,
-        possible=low[0].possible,
-    )
+        return Bounds(
+            floor=low.relative,
+            ceiling=high.relative,
+            far=low.far / low.whole,
+            spectrum=_mid_spectrum(weights, causal, *near),
+            change=(high.weights - weights.double()).float() @ values,
+            cuts=low.cuts,
+            possible=low.possible,
+        )
 
 
 def _mid_spectrum(weights: Tensor, causal: bool, window: int, sinks: int) -> Tensor:
@@ -76,10 +90,11 @@ def _mid_spectrum(weights: Tensor, causal: bool, window: int, sinks: int) -> Ten
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[int]:
+    """Yields how many there were."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        yield threads
     finally:
         torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from attngap.models.capture import Call, capture
 
+MOST = 3.0  # nats a token and draw
 Change = Callable[[Call], Tensor]  # (..., h, t, dv): what replacements would add to the output of the call
 
 
@@ -93,7 +94,11 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 def score(projected: Float[Tensor, "draws *what h t"], *, labels: bool) -> Float[Tensor, "*what h"]:
-    """Estimated damage: with labels the KL divergence in nats a token, else the squared change of the embedding."""
+    """Estimated damage: with labels the KL divergence in nats a token, else the squared change of the embedding.
+
+    On few tokens the change of a head is far beyond second order; a square of many nats there is no estimate any more,
+    so a token counts for at most MOST.
+    """
     if labels:
-        return projected.square().mean(-1).mean(0) / 2
+        return (projected.square() / 2).clamp(max=MOST).mean(-1).mean(0)
     return projected.sum(-1).square().mean(0)

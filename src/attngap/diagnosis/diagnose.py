@@ -60,6 +60,7 @@ def diagnose(
     held_out = _held_out(tokenizer, text, context, seed) if verify else None
     more = _more(tokenizer, text, min(context, MORE_CONTEXT), seed)
     repeated, period = stress(tokenizer, context=context, seed=seed)
+    rehearsal = _rehearsal(tokenizer, min(context, DEPTH), seed)
     shape = shape_of(model, calibration[:1])
     facts = ModelFacts(
         name=name,
@@ -83,11 +84,12 @@ def diagnose(
     replacement = Replacement(window=window, sinks=sinks)
     with _folder(directory, key, overwrite) as work:
         depth = Depth(tuple(ranks), replacement)
-        job = Job(model, shape, calibration, more, repeated, period, depth, draws, seed, work, quiet)
+        job = Job(model, shape, calibration, more, repeated, period, rehearsal, depth, draws, seed, work, quiet)
         seconds = _stages(job, quick)
         result = _assemble(job, tokenizer, facts, options | {"verify": verify}, seconds)
         if held_out is not None:
-            result.verification = measure_damage(job, result.heads, held_out, verify)
+            other, _ = stress(tokenizer, context=context, seed=seed + 1)
+            result.verification = measure_damage(job, result.heads, held_out, other, verify)
         if directory is not None:
             result.save(directory)
     return result
@@ -137,6 +139,10 @@ def _unit(shape: Shape) -> str:
 
 def _notes(job: Job, options: dict) -> list[str]:
     notes = ["n_star extrapolates: it holds if longer contexts bring competitors like the present ones"]
+    if job.shape.linear:
+        notes.append(f"{job.shape.linear} heads are linear already: their statistics are of the weights they have now")
+        if options["context"] > DEPTH:
+            notes.append(f"statistics of a converted model look at the first {DEPTH} tokens of each passage")
     if options["quick"]:
         return [*notes, "quick: no floors, fits or damage; verdicts go by statistics alone"]
     cuts, possible = assemble.coarsening(job)
@@ -162,6 +168,11 @@ def _more(tokenizer, text, context: int, seed: int) -> list[Tensor]:
         with contextlib.suppress(AttngapError):
             return list(cut(tokenizer, text, context=context, count=count, seed=seed + 1).split(1))
     return []
+
+
+def _rehearsal(tokenizer, length: int, seed: int) -> Tensor:
+    """Random tokens twice, as long as the text; an odd length loses the last of the second copy."""
+    return stress(tokenizer, context=length + 1, seed=seed + 2, period=length)[0][:, :length]
 
 
 def _held_out(tokenizer, text, context: int, seed: int):

@@ -16,6 +16,7 @@ from attngap.models.plan import Replacement
 PATTERN = 64  # an attention pattern is kept as a picture of this many squares a side
 READS = 6  # far pairs of tokens kept for each head
 SPECTRUM = 128  # singular values kept
+FIT = dataclasses.replace(QUICK, steps=20, check=20)  # a quarter of the steps go to the rehearsal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,32 +28,40 @@ class Depth:
 
 
 def examine(sequence: Sequence, exact: Float[Tensor, "h t dv"], depth: Depth) -> dict[str, Tensor]:
-    """One layer on one sequence: certificates, a picture of the weights, and the error of untrained mechanisms."""
-    weights = sequence.weights()
-    values = sequence.v.repeat_interleave(sequence.group, 0)
-    near = depth.replacement
-    found = bounds(
-        weights,
-        values,
-        depth.ranks,
-        window=near.window,
-        sinks=near.sinks,
-        causal=sequence.causal,
-    )
-    out = {
-        "floor": found.floor,
-        "far": found.far,
-        "spectrum": found.spectrum[:, :SPECTRUM],
-        "cuts": torch.tensor([found.cuts, found.possible]),
-        "ceiling": found.ceiling,
-        "change": found.change.to(torch.bfloat16),
-        "pattern": pattern(weights),
-        **reads(weights, near.window, near.sinks),
-    }
+    """One layer on one sequence: certificates, a picture of the weights, and the error of untrained mechanisms.
+
+    Heads that are linear already have a picture only; zeros stand where their certificates would be.
+    """
+    weights, near = sequence.weights(), depth.replacement
+    out = {"pattern": pattern(weights), **reads(weights, near.window, near.sinks)}
+    softmax = [head for head in range(sequence.heads) if head not in sequence.linear]
+    if softmax:
+        out |= _certificates(weights, sequence, softmax, depth)
     if barrier(sequence) is None:
         for name, candidate in untrained(sequence, near).items():
             out[f"error.{name}"] = relative_error(output(candidate, sequence), exact)
     return out
+
+
+def _certificates(weights: Tensor, sequence: Sequence, heads: list[int], depth: Depth) -> dict[str, Tensor]:
+    values, near = sequence.v.repeat_interleave(sequence.group, 0), depth.replacement
+    found = bounds(
+        weights[heads], values[heads], depth.ranks, window=near.window, sinks=near.sinks, causal=sequence.causal
+    )
+
+    def placed(part: Tensor) -> Tensor:
+        whole = part.new_zeros(sequence.heads, *part.shape[1:])
+        whole[heads] = part
+        return whole
+
+    return {
+        "floor": placed(found.floor),
+        "far": placed(found.far),
+        "spectrum": placed(found.spectrum[:, :SPECTRUM]),
+        "ceiling": placed(found.ceiling),
+        "change": placed(found.change.to(torch.bfloat16)),
+        "cuts": torch.tensor([found.cuts, found.possible]),
+    }
 
 
 def pattern(weights: Float[Tensor, "h t s"]) -> Tensor:
@@ -73,13 +82,16 @@ def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str,
 
 
 def fit(batch: list[Sequence], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism | None:
-    """A replacement fitted to the layer's own outputs, or None where there is none for such a layer."""
+    """A replacement fitted to the layer's own outputs, or None where there is none for such a layer.
+
+    The first of the batch is the rehearsal. Of several others the last is held out; a single one is trained on.
+    """
     if barrier(batch[0]) is not None:
         return None
     candidate = new_replacement(batch[0], options)
     q, k, v = streams(batch)
     with torch.enable_grad():
-        fit_layer(candidate, q, k, v, exact, QUICK)
+        fit_layer(candidate, q, k, v, exact, dataclasses.replace(FIT, heldout=int(len(batch) > 2)))
     return candidate.requires_grad_(False)
 
 

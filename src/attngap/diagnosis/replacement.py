@@ -17,14 +17,17 @@ WINDOW_ONLY = "window"  # sinks and window exact, the rest dropped
 
 BIAS = "stays: its logits carry a learned position bias, which no replacement here reproduces"
 SLIDING = "stays: it has a sliding window already, so its cost is bounded"
-BARRIERS = (BIAS, SLIDING)
+LINEAR = "is linear already: an earlier conversion replaced it"
+BARRIERS = (BIAS, SLIDING, LINEAR)
 
 
 def barrier(sequence: Sequence) -> str | None:
     """Why a layer's heads cannot be replaced, or None."""
     if sequence.bias is not None:
         return BIAS
-    return None if sequence.allowed is None else SLIDING
+    if sequence.allowed is not None:
+        return SLIDING
+    return LINEAR if len(sequence.linear) == sequence.heads else None
 
 
 def new_replacement(sequence: Sequence, options: Replacement) -> Mechanism:

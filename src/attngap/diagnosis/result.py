@@ -37,7 +37,7 @@ class Head(_Strict):
     layer: int
     head: int
     kv_head: int
-    verdict: Literal["keep", "replace", "window"]
+    verdict: Literal["keep", "replace", "window", "linear"]
     reason: str
     kind: Kind = "broad"
     replaceable: bool = True
@@ -53,8 +53,8 @@ class Head(_Strict):
     selecting: float | None
     on_sink: float
     n_star: float | None
-    spread: float
-    logit_ratio: float
+    spread: float | None
+    logit_ratio: float | None
     # the stress passage
     previous: float | None = None
     duplicate: float | None = None
@@ -83,6 +83,7 @@ class Head(_Strict):
     recall_unavoidables: list[float] | None = None
     importance: float | None = None
     measured: float | None = None
+    recall_measured: float | None = None
     reads: list[Read] = []
 
 
@@ -93,6 +94,7 @@ class Verification(_Strict):
     measured: list[float]
     estimated: list[float]
     spearman: float | None
+    recall_spearman: float | None = None
     passages: int
     context: int
 
@@ -145,7 +147,7 @@ class Diagnosis(_Strict):
             raise AttngapError(f"keep must be a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
         ordered = self._ordered(granularity)
         count = round(keep * len(ordered))
-        fixed = [(h.layer, h.head) for h in self.heads if not h.replaceable]
+        fixed = [(h.layer, h.head) for h in self.heads if not h.replaceable and h.verdict != "linear"]
         kept = [(h.layer, h.head) for unit in ordered[:count] for h in unit]
         return Plan(
             model=self.model,

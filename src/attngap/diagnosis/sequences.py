@@ -23,6 +23,8 @@ class Sequence:
     causal: bool
     allowed: Bool[Tensor, "t s"] | None = None  # a sliding window, say; None when `causal` says it all
     bias: Float[Tensor, "h t s"] | None = None
+    linear: tuple[int, ...] = ()  # heads that are linear already: these queries and keys do not say what they read
+    mixing: Float[Tensor, "l t s"] | None = None  # logarithms of those heads' weights, see `linear.with_mixing`
 
     @property
     def heads(self) -> int:
@@ -54,6 +56,10 @@ class Sequence:
         elif self.causal:
             ahead = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
             logits[..., rows.start :].masked_fill_(ahead[:, : reach - rows.start], FORBIDDEN)
+        if self.mixing is not None:
+            for head, known in zip(self.linear, self.mixing, strict=True):
+                if kv.start * group <= head < kv.stop * group:
+                    logits[head - kv.start * group] = known[rows, :reach]
         return logits
 
     def weights(self, kv: slice | None = None) -> Float[Tensor, "heads t s"]:
@@ -88,6 +94,7 @@ class Sequence:
         if self.bias is not None:
             allowed = self.allowed if self.allowed is not None else self._plain()
             out = out + (self.bias * allowed).sum(-1) / n[:, 0]
+        out[list(self.linear)] = torch.nan  # their logits are none of q and k
         return out
 
     def _plain(self) -> Bool[Tensor, "t s"]:
@@ -105,7 +112,7 @@ def sequences(call: Call) -> Iterator[Sequence]:
         bias = None if call.bias is None else call.bias[min(i, call.bias.shape[0] - 1)]
         allowed = _allowed(call, i)
         if allowed is None:
-            yield Sequence(q, k, v, call.causal, None, bias)
+            yield Sequence(q, k, v, call.causal, None, bias, call.linear)
             continue
         keys = allowed.any(0) if call.cross else allowed.diagonal()
         rows = torch.ones_like(allowed[:, 0]) if call.cross else keys
@@ -114,7 +121,7 @@ def sequences(call: Call) -> Iterator[Sequence]:
             bias = None if bias is None else bias[:, rows][:, :, keys]
         causal = not call.cross and not bool(allowed.triu(1).any())
         full = bool((allowed | allowed.new_ones(allowed.shape).triu(1)).all()) if causal else bool(allowed.all())
-        yield Sequence(q, k, v, causal, None if full else allowed, bias)
+        yield Sequence(q, k, v, causal, None if full else allowed, bias, call.linear)
 
 
 def _allowed(call: Call, i: int) -> Bool[Tensor, "t s"] | None:

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from attngap.diagnosis.damage import projections, run
 from attngap.diagnosis.layers import Depth, examine, fit, monotonicity
+from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.replacement import barrier, new_replacement, output, relative_error
 from attngap.diagnosis.sequences import Sequence, sequences
 from attngap.diagnosis.survey import survey
 from attngap.diagnosis.work import Work
 from attngap.errors import AttngapError
 from attngap.models.capture import Call, capture
-from attngap.models.swap import NAME as CONVERTED
 from attngap.progress import progress
 
 DEPTH = 1024  # floors, fits and damage look at the first tokens of a passage only; statistics at all of it
@@ -37,6 +37,7 @@ class Shape:
     cross: int  # cross-attention calls
     causal: bool
     labels: bool  # predicts tokens, so damage is a KL divergence; else it is a change of embedding
+    linear: int  # heads that an earlier conversion replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Job:
     more: list[Int[Tensor, "1 t"]]  # shorter passages for damage: it varies more with the text than with the labels
     stress: Int[Tensor, "1 t"]
     period: int
+    rehearsal: Int[Tensor, "1 t"]  # other repeated random tokens, for fits only: without any they know text alone
     depth: Depth
     draws: int
     seed: int
@@ -66,11 +68,6 @@ class Job:
 
 def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
     """Look at a few tokens: how many layers and heads there are, and whether the model can be watched at all."""
-    if model.config._attn_implementation == CONVERTED:
-        raise AttngapError(
-            "This model was converted by attngap: its replaced heads have no softmax to look at. "
-            "Diagnose the model it was made from"
-        )
     seen: list[Call] = []
     with torch.no_grad(), capture(model, lambda call: seen.append(call)):
         labels = getattr(run(model, tokens[:, :8]), "logits", None) is not None
@@ -82,11 +79,20 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
             "only models whose layers are alike are supported"
         )
     heads, kv_heads, dim = sizes.pop()
-    return Shape(len(own), heads, kv_heads, dim, len(seen) - len(own), all(call.causal for call in own), labels)
+    return Shape(
+        layers=len(own),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        cross=len(seen) - len(own),
+        causal=all(call.causal for call in own),
+        labels=labels,
+        linear=sum(len(call.linear) for call in own),
+    )
 
 
 def take_statistics(job: Job) -> None:
-    """One forward pass a passage; every row of every head, no n x n matrix."""
+    """One forward pass a passage; every row of every head, no n x n matrix but of heads that are linear already."""
     near = job.depth.replacement
     for name, tokens in job.passages():
         names = [f"rows-{name}-{layer}" for layer in range(job.shape.layers)]
@@ -99,16 +105,16 @@ def take_statistics(job: Job) -> None:
                 piece = f"{'cross' if call.cross else 'rows'}-{name}-{call.layer}"
                 if not job.work.has(piece):
                     period = job.period if name == STRESS and not call.cross else None
-                    (one,) = sequences(call)
+                    one = with_mixing(next(sequences(call)), call)
                     job.work.keep(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
                 advance(note=f"layer {call.layer}")
 
-            _walk(job.model, tokens, watch)
+            _walk(job.model, tokens[:, :DEPTH] if job.shape.linear else tokens, watch)
 
 
 def look_deep(job: Job) -> None:
     """Floors, ceilings, untrained errors and fits, a layer at a time while the model runs: first text, then stress."""
-    text = job.text[:, :DEPTH]
+    text = torch.cat([job.rehearsal, job.text[:, :DEPTH]])
     layers = range(job.shape.layers)
     if not all(_deep(job, "0", layer) for layer in layers):
         with progress("floors and fits, text", job.shape.layers, quiet=job.quiet) as advance:
@@ -125,34 +131,34 @@ def _deep(job: Job, name: str, layer: int) -> bool:
 def _text_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
     if call.cross:
         return
-    batch = list(sequences(call))
     if not job.work.has(f"fit-{call.layer}"):
         advance(0, note=f"layer {call.layer}: fitting")
-        candidate = fit(batch, call.output, job.depth.replacement)
+        candidate = fit(list(sequences(call)), call.output, job.depth.replacement)
         job.work.keep(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
     advance(0, note=f"layer {call.layer}: floors")
-    _examine(job, "0", call.layer, batch, call.output)
+    _examine(job, "0", call, first=1)
     advance(note=f"layer {call.layer}")
 
 
 def _stress_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
     if call.cross:
         return
-    _examine(job, STRESS, call.layer, list(sequences(call)), call.output)
+    _examine(job, STRESS, call, first=0)
     advance(note=f"layer {call.layer}")
 
 
-def _examine(job: Job, name: str, layer: int, batch: list[Sequence], exact: Tensor) -> None:
-    """Certificates of the first passage of the batch; errors of the fit on all of them."""
-    if _deep(job, name, layer):
+def _examine(job: Job, name: str, call: Call, first: int) -> None:
+    """Certificates of the batch's `first` passage; errors of the fit on that and all later ones."""
+    if _deep(job, name, call.layer):
         return
-    found = examine(batch[0], exact[0], job.depth)
-    candidate = load_fit(job, layer, batch[0])
+    batch, exact = list(sequences(call))[first:], call.output[first:]
+    found = examine(with_mixing(batch[0], call, first), exact[0], job.depth)
+    candidate = load_fit(job, call.layer, batch[0])
     if candidate is not None:
         errors = [relative_error(output(candidate, one), out) for one, out in zip(batch, exact, strict=True)]
         found["fit"] = torch.stack(errors).mean(0)
         found["monotonicity"] = monotonicity(candidate, batch[0])
-    job.work.keep(f"deep-{name}-{layer}", found)
+    job.work.keep(f"deep-{name}-{call.layer}", found)
 
 
 def load_fit(job: Job, layer: int, one: Sequence):

@@ -18,6 +18,7 @@ def survey(sequence: Sequence, *, window: int, sinks: int, period: int | None = 
     out["kappa"] = torch.where(rows.on_sink > 0, torch.nan, rows.kappa)
     out["margin"] = torch.where(rows.on_sink > 0, torch.nan, rows.margin)
     out["entry"] = entry_size(sequence)
+    out["linear"] = torch.tensor([head in sequence.linear for head in range(sequence.heads)])
     out["barrier"] = torch.tensor([-1 if (why := barrier(sequence)) is None else BARRIERS.index(why)])
     if period is not None:
         second = slice(sequence.length - period, None)  # only the second copy has something to find
@@ -33,7 +34,9 @@ def entry_size(sequence: Sequence) -> Tensor:
     d, n = sequence.q.shape[-1], sequence.k.shape[1]
     q = sequence.q.abs().amax((-2, -1))
     k = sequence.k.abs().amax((-2, -1)).repeat_interleave(sequence.group)
-    return (d * q * k).sqrt() / torch.tensor(float(n)).log().sqrt()
+    size = (d * q * k).sqrt() / torch.tensor(float(n)).log().sqrt()
+    size[list(sequence.linear)] = torch.nan
+    return size
 
 
 def _score(rows: Rows, name: str) -> Tensor:

@@ -13,8 +13,13 @@ def judge(heads: list[Head], keep: float, rank: int | None, unit: str = "nats") 
     kept = {head.id for head in scored[: round(keep * len(scored))]}
     for head in heads:
         head.kind = kind_of(head)
+        if head.verdict == "linear":
+            head.reason += f"; {character(head)}"
+            continue
         if not head.replaceable:
             head.verdict = "keep"  # its reason was set by what forbids a replacement
+            if head.unavoidable is not None:
+                head.reason += f"; the best weights of rank {rank} would cost {_short(head.unavoidable)} {unit} on text"
             continue
         needed = head.id in kept if head.importance is not None else _looks_needed(head)
         head.verdict = "keep" if needed else "window" if head.far < WINDOW_ENOUGH else "replace"

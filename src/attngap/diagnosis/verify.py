@@ -1,5 +1,6 @@
 """Measure what the estimates predict: replace one head for real and compare the model's predictions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,41 +10,40 @@ from torch import Tensor
 
 from attngap.diagnosis.damage import embedding, run
 from attngap.diagnosis.replacement import output
+from attngap.diagnosis.replay import Replay
 from attngap.diagnosis.result import Head, Verification
 from attngap.diagnosis.sequences import sequences
-from attngap.diagnosis.stages import Job, load_fit
+from attngap.diagnosis.stages import STRESS, Job, load_fit
 from attngap.errors import AttngapError
 from attngap.models.capture import Call, capture
 from attngap.progress import progress
 
 
-def verify(job: Job, heads: list[Head], tokens: Int[Tensor, "p t"], count: int) -> Verification:
+def verify(
+    job: Job, heads: list[Head], text: Int[Tensor, "p t"], stress: Int[Tensor, "1 s"], count: int
+) -> Verification:
     """Replace `count` heads one at a time, spread evenly over the order of estimated damage, both ends included."""
     able = sorted((head for head in heads if head.replaceable), key=lambda head: -(head.damage or 0.0))
     if not able:
         raise AttngapError("No head of this model can be replaced, so there is nothing to verify. Leave out --verify")
     places = sorted({round(i * (len(able) - 1) / max(1, count - 1)) for i in range(min(count, len(able)))})
     chosen = [able[place] for place in places]
-    with progress("verifying, real replacements", len(chosen), quiet=job.quiet) as advance, torch.no_grad():
-        plain = [predictions(run(job.model, row[None])) for row in tokens]
-        for head in chosen:
-            piece = job.work.piece(f"verify-{head.id}")
-            if piece is None:
-                losses = [
-                    replaced_loss(job, row[None], before, head) for row, before in zip(tokens, plain, strict=True)
-                ]
-                piece = {"loss": torch.stack(losses)}
-                job.work.keep(f"verify-{head.id}", piece)
-            head.measured = float(piece["loss"].mean())
-            advance(note=f"head {head.id}")
+    passages = {str(i): row[None] for i, row in enumerate(text)} | {STRESS: stress}
+    with progress("verifying, real replacements", len(chosen) * len(passages), quiet=job.quiet) as advance:
+        losses = {name: _losses(job, name, tokens, chosen, advance) for name, tokens in passages.items()}
+    recall = losses.pop(STRESS)
+    for place, head in enumerate(chosen):
+        head.measured = sum(found[place] for found in losses.values()) / len(losses)
+        head.recall_measured = recall[place]
     measured, estimated = [head.measured or 0.0 for head in chosen], [head.damage or 0.0 for head in chosen]
     return Verification(
         heads=[head.id for head in chosen],
         measured=measured,
         estimated=estimated,
         spearman=_spearman(measured, estimated),
-        passages=len(tokens),
-        context=tokens.shape[1],
+        recall_spearman=_spearman(recall, [head.recall_damage or 0.0 for head in chosen]),
+        passages=len(text),
+        context=text.shape[1],
     )
 
 
@@ -55,27 +55,50 @@ def _spearman(a: list[float], b: list[float]) -> float | None:
     return float(found.statistic)
 
 
+@torch.no_grad()
+def _losses(
+    job: Job, name: str, tokens: Int[Tensor, "1 t"], chosen: list[Head], advance: Callable[..., None]
+) -> list[float]:
+    """The real loss on one passage of each head; those that a killed run measured are not measured again."""
+    replay = before = None
+    found = []
+    for head in chosen:
+        piece = job.work.piece(f"verify-{name}-{head.id}")
+        if piece is None:
+            if replay is None or before is None:
+                replay = Replay(job.model, tokens)
+                before = predictions(replay.record(lambda: run(job.model, tokens)))
+            piece = {"loss": replaced_loss(job, replay, tokens, before, head)}
+            job.work.keep(f"verify-{name}-{head.id}", piece)
+        found.append(float(piece["loss"]))
+        advance(note=f"head {head.id}")
+    return found
+
+
 def predictions(result) -> Tensor:
     """Log-probabilities of every token, or the embedding of an encoder."""
     logits = getattr(result, "logits", None)
     return embedding(result)[0] if logits is None else logits[0].log_softmax(-1)
 
 
-def replaced_loss(job: Job, tokens: Int[Tensor, "1 t"], before: Tensor, head: Head) -> Float[Tensor, ""]:
+def replaced_loss(
+    job: Job, replay: Replay, tokens: Int[Tensor, "1 t"], before: Tensor, head: Head
+) -> Float[Tensor, ""]:
     """KL to the untouched model in nats a token; for an encoder the squared change of its embedding."""
+    with replay.until(head.layer) as skipped:
 
-    def watch(call: Call) -> Tensor | None:
-        if call.cross or call.layer != head.layer:
-            return None
-        (one,) = sequences(call)
-        candidate = load_fit(job, call.layer, one)
-        assert candidate is not None, head.id
-        changed = call.output.clone()
-        changed[0, head.head] = output(candidate, one)[head.head]
-        return changed
+        def watch(call: Call) -> Tensor | None:
+            if call.cross or call.layer + skipped != head.layer:
+                return None
+            (one,) = sequences(call)
+            candidate = load_fit(job, head.layer, one)
+            assert candidate is not None, head.id
+            changed = call.output.clone()
+            changed[0, head.head] = output(candidate, one)[head.head]
+            return changed
 
-    with capture(job.model, watch):
-        after = predictions(run(job.model, tokens))
+        with capture(job.model, watch):
+            after = predictions(run(job.model, tokens))
     if before.ndim == 1:
         return (after - before).square().sum()
     return (before.exp() * (before - after)).sum(-1).mean()

@@ -1,6 +1,7 @@
 """Watch, or replace, what every attention call of a model reads and writes, through transformers' attention interface.
 
-The model computes with its own SDPA function and SDPA masks, so its outputs are the same to the bit.
+The model computes with its own SDPA function and SDPA masks, a converted one with its own replacements, so its outputs
+are the same to the bit.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from attngap.errors import AttngapError
 
 NAME = "attngap_capture"
+# What `attngap.models.swap` calls its attention function, and the child of a module that says which heads it replaces.
+CONVERTED = "attngap"
 # Arguments of the interface that change the mathematics and that SDPA does not compute.
 UNSUPPORTED = ("softcap", "s_aux", "indices", "block_indices")
 SUPPORTED = "plain, grouped-query, sliding-window, padded, position-biased and cross attention"
@@ -42,6 +45,7 @@ class Call:
     window: int | None  # the model's own sliding window, which `mask` already contains
     cross: bool
     output: Float[Tensor, "b h t dv"]
+    linear: tuple[int, ...] = ()  # heads that a converted model has replaced already: what they do is in `output` only
 
     @property
     def heads(self) -> int:
@@ -58,8 +62,9 @@ Observer = Callable[[Call], Tensor | None]
 class _Watch:
     """The state of one capture: its observer and the number of calls since the forward pass began."""
 
-    def __init__(self, observe: Observer):
+    def __init__(self, observe: Observer, compute: Callable[..., tuple[Tensor, Any]]):
         self.observe = observe
+        self.compute = compute  # the model's own attention
         self.calls = {False: 0, True: 0}  # self-attention, cross-attention
         self.cross: set[nn.Module] = set()
 
@@ -80,7 +85,7 @@ def capture(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     _check(model)
     configs = attention_configs(model)
     before = [config._attn_implementation_internal for config in configs]
-    watch = _Watch(observe)
+    watch = _Watch(observe, AttentionInterface()[CONVERTED] if CONVERTED in before else sdpa_attention_forward)
     hooks = [model.register_forward_pre_hook(watch.restart), *_watch_cross(model, watch)]
     modules = list(model.modules())
     try:
@@ -149,12 +154,12 @@ def _watch_cross(model: PreTrainedModel, watch: _Watch) -> list[Any]:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The interface's signature: SDPA computes, the observer sees."""
+    """The interface's signature: the model's own function computes, the observer sees."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise AttngapError(f"{type(module).__name__} uses {name!r}, which is not handled. Handled: {SUPPORTED}")
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # (b, t, h, dv)
     watch = _WATCHED[module]
+    output, _ = watch.compute(module, query, key, value, attention_mask, **kwargs)  # (b, t, h, dv)
     cross = module in watch.cross
     layer = watch.calls[cross]
     watch.calls[cross] += 1
@@ -175,9 +180,15 @@ def _attend(
         window=kwargs.get("sliding_window"),
         cross=cross,
         output=output.transpose(1, 2),
+        linear=_linear(module, query.shape[1]),
     )
     replaced = watch.observe(call)
     return output if replaced is None else replaced.transpose(1, 2).contiguous(), None
+
+
+def _linear(module: nn.Module, heads: int) -> tuple[int, ...]:
+    mixed: Any = module._modules.get(CONVERTED)
+    return () if mixed is None else tuple(sorted(set(range(heads)) - set(mixed.keep.tolist())))
 
 
 AttentionInterface.register(NAME, _attend)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.errors import AttngapError
@@ -109,7 +110,7 @@ def _load_pretrained(source: str, name: str, options: dict[str, Any], dtype: tor
             model = _model_class(config).from_pretrained(
                 source, config=config, dtype=dtype, use_safetensors=None if allow_pickle else True, **options
             )
-        except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
             raise AttngapError(_why_not(name, error)) from error
         tokenizer = _tokenizer(source, name, options)
     return model.eval(), tokenizer
@@ -148,7 +149,7 @@ def _why_not(name: str, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".") + "."
+    return lines[0].removesuffix(" from one of:").rstrip(".") + "."
 
 
 def _model_class(config: Any) -> Any:
