@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError
-from attngap.ops import delta_groups, naive
+from attngap.ops import groups, naive
 from attngap.ops.delta import delta_attention
 
 DECAYS = ("none", "scalar", "vector")
@@ -162,7 +162,7 @@ def test_no_grad_and_autograd_give_identical_values():
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_uninitialized_memory_is_never_read(decay, monkeypatch):
-    monkeypatch.setattr(delta_groups, "GROUP", 200)  # several groups, so that states wait in dv
+    monkeypatch.setattr(groups, "GROUP", 200)  # several groups, so that states wait in dv
     inputs = make(t=61, kv=4, decay=decay)
     tensors = leaves(inputs)
     out, _ = fast(inputs, chunk=8)
@@ -184,7 +184,7 @@ def test_the_size_of_a_group_changes_nothing(monkeypatch):
     tensors = leaves(inputs)
     out, _ = fast(inputs, chunk=8)
     grads = torch.autograd.grad(out.sum(), tensors)
-    monkeypatch.setattr(delta_groups, "GROUP", 1)
+    monkeypatch.setattr(groups, "GROUP", 1)
     other, _ = fast(inputs, chunk=8)
     close(out, other)
     for x, y in zip(grads, torch.autograd.grad(other.sum(), tensors), strict=True):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attngap.errors import AttngapError
-from attngap.ops import delta_groups, linear_attention, naive
+from attngap.ops import groups, linear_attention, naive
 
 KINDS = ("none", "scalar", "vector", "scalar a query head", "vector a query head")
 
@@ -95,7 +95,7 @@ def agree(case: Case, tolerance=1e-10, **options):
 
 @pytest.fixture(params=[200, 2**17], ids=["many groups", "one group"])
 def group_size(request, monkeypatch):
-    monkeypatch.setattr(delta_groups, "GROUP", request.param)
+    monkeypatch.setattr(groups, "GROUP", request.param)
 
 
 @pytest.mark.usefixtures("group_size")
@@ -255,13 +255,19 @@ def test_padding_may_hold_anything():
     assert torch.equal(clean["S"], dirty["S"])
 
 
-def test_layouts_do_not_matter():
+@pytest.mark.parametrize("lanes", [1, 3, 100], ids=["a head at a time", "some heads", "all heads"])
+@pytest.mark.parametrize("t", [16, 19])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0)], ids=["b h t d", "b t h d", "d t h b"])
+def test_layouts_do_not_matter(order, t, lanes, monkeypatch):
     """Heads that lie inside tokens, as models hand them over, and widths that lie outside them."""
-    inputs = Case().inputs()
-    expected = call(linear_attention, inputs)["out"]
-    for order in ((0, 2, 1, 3), (3, 2, 1, 0)):
-        laid_out = {name: x.permute(order).contiguous().permute(order) for name, x in inputs.items()}
-        torch.testing.assert_close(call(linear_attention, laid_out)["out"], expected)
+    inputs = Case(t=t).inputs()
+    expected, expected_grads = grads(naive.linear_attention, inputs)
+    monkeypatch.setattr(groups, "GROUP", 5 * t * lanes)
+    laid_out = {name: x.permute(order).contiguous().permute(order) for name, x in inputs.items()}
+    got, got_grads = grads(linear_attention, laid_out, chunk=4)
+    torch.testing.assert_close(got["out"], expected["out"], rtol=1e-10, atol=1e-10)
+    for name, x in got_grads.items():
+        torch.testing.assert_close(x, expected_grads[name], rtol=1e-10, atol=1e-10)
 
 
 def test_runs_between_compiled_parts():

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attngap.ops import groups, pages
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
-from attngap.ops.delta_groups import Folded, Span, spans
-from attngap.ops.exponent import weight_exp_
+from attngap.ops.groups import Folded, Span, spans
 from attngap.ops.linear_chunks import Setting
 
 
@@ -29,13 +29,16 @@ class DeltaChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, S, mask, setting: Setting):
         run = Run(q, k, v, beta, log_decay, mask, setting)
-        out = torch.empty(*q.shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
+        out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
         rows, state = run.folded(out), S.flatten(0, 1).clone()
         for span in run.spans:
             run.enter(span)
             seen = run.advance(state)
             queries = run.queries
-            rows.write(span, torch.bmm(run.scores[:, :queries], run.U).add_(seen[:, :queries]))
+            top = torch.bmm(
+                run.scores[:, :queries], run.U, out=run.scratch("top", *run.scores[:, :queries].shape[:2], v.shape[-1])
+            )
+            rows.write(span, run.by_lanes(top.add_(seen[:, :queries])))
         ctx.save_for_backward(q, k, v, beta, log_decay, S, mask)
         ctx.setting = setting
         return out, state.unflatten(0, (-1, setting.heads))
@@ -91,26 +94,35 @@ class Run:
         kind = NoDecay if log_decay is None else ScalarDecay if log_decay.shape[-1] == 1 else VectorDecay
         self.decay = kind(self.scratch)
         self.n = q.shape[0] * setting.heads
-        self.spans = spans(q.shape[2], setting.chunk, self.n * q.shape[3], halving=kind.halving)
+        most = max(1, groups.GROUP // (setting.chunk * self.n * q.shape[3]))
+        self.spans = spans(q.shape[2], setting.chunk, most, halving=kind.halving)
         self.inputs = [self.folded(x) for x in (q, k, v, beta)]
         self.log_decay = None if log_decay is None else self.folded(log_decay)
 
     def folded(self, x: Tensor) -> Folded:
         return Folded(x, self.setting.heads, self.setting.dtype, self.mask)
 
+    def by_lanes(self, x: Tensor) -> Tensor:
+        """From chunk after chunk, as the loop over them needs it, to (n, chunks, ...), a view."""
+        return x.unflatten(0, (-1, self.n)).transpose(0, 1)
+
+    def load(self, x: Folded, span: Span, place: Tensor) -> Tensor:
+        x.read(span, self.by_lanes(place))
+        return place
+
     def enter(self, span: Span) -> None:
         scratch, (q, k, v, beta) = self.scratch, self.inputs
         m, c, (r, dv) = span.count * self.n, span.chunk, (k.x.shape[3], v.x.shape[3])
-        self.queries = q.rows(span)
+        self.queries = q.shape(span)[1]
         self.x = scratch("x", m, self.queries + c, r)
-        q.read(span, self.x[:, : self.queries])
-        self.k = k.read(span, self.x[:, self.queries :])
-        self.v, self.beta = v.read(span, scratch("v", m, c, dv)), beta.read(span, scratch("beta", m, c, 1))
+        self.load(q, span, self.x[:, : self.queries])
+        self.k = self.load(k, span, self.x[:, self.queries :])
+        self.v, self.beta = self.load(v, span, scratch("v", m, c, dv)), self.load(beta, span, scratch("beta", m, c, 1))
         g = self.log_decay
-        g = None if g is None else g.read(span, scratch("g", m, c, g.x.shape[3]))
+        g = None if g is None else self.load(g, span, scratch("g", m, c, g.x.shape[3]))
         self.decay.enter(g)
         self.read, self.written = self.decay.read(self.x), self.decay.write(self.k)
-        self.keep = None if g is None else weight_exp_(g.sum(1, keepdim=True)).mT
+        self.keep = self.decay.kept
         self.scores = self.decay.scores(self.x, self.k)
         self.system = torch.mul(self.scores[:, self.queries :], self.beta.mT, out=scratch("system", m, c, c))
 
@@ -125,7 +137,7 @@ class Run:
         for j in range(m // self.n):
             at = self.chunk(j)
             asked = torch.bmm(self.read[at], state, out=seen[at])
-            E = _solve(self.system[at], self.v[at] - asked[:, self.queries :])
+            E = _solve(self.system[at], torch.sub(self.v[at], asked[:, self.queries :], out=self.E[at]))
             U = torch.mul(E, self.beta[at], out=self.U[at])
             if states is not None:
                 self.E[at].copy_(E)
@@ -162,8 +174,8 @@ class Grads:
 
     def __init__(self, run: Run, q, k, v, beta, log_decay: Tensor | None, d_out: Tensor):
         self.run, self.d_out = run, run.folded(d_out)
-        self.q, self.k, self.v, self.beta = (_like(x) for x in (q, k, v, beta))
-        self.log_decay = None if log_decay is None else _like(log_decay)
+        self.q, self.k, self.v, self.beta = (pages.empty_like(x) for x in (q, k, v, beta))
+        self.log_decay = None if log_decay is None else pages.empty_like(log_decay)
 
     def group(self, span: Span, states: Tensor, R: Tensor) -> None:
         """`run` has entered and advanced over the group. R goes from after it to before it, in place."""
@@ -176,9 +188,9 @@ class Grads:
         d_scores = torch.bmm(above, run.U.mT, out=run.scratch("d_scores", *run.scores.shape))
         d_scores[:, queries:].diagonal(dim1=1, dim2=2).zero_()
         dx, dk = run.scratch("dx", *run.x.shape), run.scratch("dk", *run.k.shape)
-        decay.score_grads(d_scores, run.x, run.k, dx, dk)
-        dx.add_(decay.read(torch.bmm(above, states[:-1].flatten(0, 1).mT)))
-        dk.add_(decay.write(torch.bmm(run.U, after.mT)))
+        decay.read(torch.bmm(above, states[:-1].flatten(0, 1).mT, out=dx), out=dx)
+        decay.write(torch.bmm(run.U, after.mT, out=dk), out=dk)
+        decay.add_score_grads(d_scores, run.x, run.k, dx, dk)
         if self.log_decay is not None:
             handed_on = (states[1:].flatten(0, 1) * after).sum(-1)[:, None]
             self._write(self.log_decay, span, self._crossing(dx, dk, handed_on))
@@ -191,7 +203,7 @@ class Grads:
         m, _, dv = run.v.shape
         after = scratch("after", m, *R.shape[1:])
         above = scratch("above", m, run.x.shape[1], dv)
-        self.d_out.read(span, above[:, :queries])
+        run.load(self.d_out, span, above[:, :queries])
         dU = torch.bmm(run.scores[:, :queries].mT, above[:, :queries])
         dE = scratch("dE", *run.v.shape)
         for j in reversed(range(span.count)):
@@ -213,11 +225,7 @@ class Grads:
         return found.sum(-1, keepdim=True) if type(run.decay) is ScalarDecay else found
 
     def _write(self, target: Tensor, span: Span, value: Tensor) -> None:
-        self.run.folded(target).write(span, value)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.run.folded(target).write(span, self.run.by_lanes(value))
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:

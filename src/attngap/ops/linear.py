@@ -47,7 +47,8 @@ def linear_attention(
     the heads of k; with those of q where the decay or the state handed in has them. Feed it back to go on with a
     sequence; gradients flow through it. A normalizer below 1e-6 in size is replaced by 1e-6 with its sign (of 0: +), so
     rows stay finite. The backward is written by hand and cannot be differentiated again; memory beyond inputs, outputs
-    and gradients does not grow with t. Under torch.compile the op runs as it is, between compiled parts.
+    and gradients does not grow with t (where a group's gates differ, or in half precision, by one state of a head for
+    every few thousand tokens). Under torch.compile the op runs as it is, between compiled parts.
     """
     _check(q, k, v, log_decay, normalize, causal, state, chunk, mask)
     dtype = accumulate_dtype(q.dtype)

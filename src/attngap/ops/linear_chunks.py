@@ -1,24 +1,26 @@
 """Causal linear attention in groups of chunks, forward and backward, in memory that does not grow with the sequence.
 
 With S, z the state before a chunk and A the scores inside it (see `decay`), a chunk's rows are read(q) S + A v over
-read(q) z + A 1. All products of a group of chunks are one batch, small enough to stay in cache; only the states are
-carried from chunk to chunk. The backward runs twice over the groups. Forward in time it carries S again and finds dq
-and the part of dk from inside a chunk; backward in time it carries the gradient of the state, and finds dv and the rest
-of dk.
+read(q) z + A 1. A few lanes, each a head of a sequence, are walked to their end before the next few: the chunks of one
+lane lie in memory as a batch of matrices, so that products read the inputs and write the results where they are. All
+products of a group of chunks are one batch, small enough to stay in cache, and so are its states.
+
+The backward first runs forward in time for the state before every group, which waits in the rows of dv that the group
+will fill. Then it goes back over the groups with the gradient of the state.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops import pages
+from attngap.ops import groups, pages
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
-from attngap.ops.delta_groups import Folded, Span, spans
+from attngap.ops.groups import Folded, Span, spans
 
-SMALL = 2**14  # floats of a state below which one running sum is cheaper than a call a chunk
 EPS = 1e-6  # the rule for vanishing normalizers, stated in `naive.linear_attention`
 
 
@@ -34,42 +36,94 @@ class LinearChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, S, z, mask, setting: Setting):
-        run, state = Run(q, k, v, log_decay, mask, setting), Carried(S, z)
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
-        rows = run.folded(out)
-        for span in run.spans:
-            run.enter(span)
-            before = state.advance(run, run.written, run.v)
-            scores = run.decay.scores(run.q, run.k)
-            top = run.scratch("top", *run.q.shape[:2], v.shape[-1])
-            torch.bmm(run.read, before.S, out=top).baddbmm_(scores, run.v)
-            if before.z is None:
-                rows.write(span, top)
-            else:
-                rows.write(span, top, factor=safe(_normalizer(scores, run.read, before.z)).reciprocal_())
+        after_S, after_z = _like(S), None if z is None else _like(z)
+        for lanes, run in runs(q, k, v, log_decay, mask, setting):
+            state, rows = Carried(lanes(S), lanes.maybe(z)), run.folded(lanes(out))
+            for span in run.spans:
+                run.enter(span)
+                before = state.advance(run, run.written, run.v)
+                scores, place = run.decay.scores(run.q, run.k), run.place("top", rows, span)
+                torch.bmm(run.read, before.S, out=place.value).baddbmm_(scores, run.v)
+                place.finish(None if before.z is None else safe(_normalizer(scores, run.read, before.z)).reciprocal_())
+            state.put(lanes(after_S), lanes.maybe(after_z))
         ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
         ctx.setting = setting
-        return out, *state.by_heads(setting.heads)
+        return out, after_S, after_z
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, dS, dz):
         q, k, v, log_decay, S, z, mask, out = ctx.saved_tensors
-        run = Run(q, k, v, log_decay, mask, ctx.setting)
-        grads = Grads(run, q, k, v, log_decay, d_out, out)
-        state, back = Carried(S, z), Carried(dS, None if z is None else dz)
-        for span in run.spans:
-            run.enter(span)
-            grads.forward_in_time(span, state.advance(run, run.written, run.v))
-        grads.begin_back(state, back)
-        for span in reversed(run.spans):
-            run.enter(span)
-            grads.backward_in_time(span, back)
-        return grads.q, grads.k, grads.v, grads.log_decay, *back.by_heads(ctx.setting.heads), None, None
+        found = [pages.empty_like(x) for x in (q, k, v)]
+        d_decay = pages.empty_like(log_decay) if ctx.needs_input_grad[3] else None
+        before_S, before_z = _like(S), None if z is None else _like(z)
+        for lanes, run in runs(q, k, v, log_decay, mask, ctx.setting):
+            grads = Grads(run, [lanes(x) for x in found], lanes.maybe(d_decay), lanes(d_out), lanes(out))
+            state = Carried(lanes(S), lanes.maybe(z))
+            back = Carried(lanes(dS), None if z is None else lanes(dz))
+            waiting = Waiting(grads.v, run.heads, ctx.setting.dtype)
+            for span in run.spans[:-1]:
+                waiting.put(span, state)
+                run.enter_keys(span)
+                state.advance(run, run.written, run.v)
+            for span in reversed(run.spans):
+                run.enter(span)
+                grads.group(span, state if span is run.spans[-1] else waiting.get(span), back)
+            back.put(lanes(before_S), lanes.maybe(before_z))
+        return *found, d_decay, before_S, before_z, None, None
+
+
+class Lanes:
+    """Some sequences and some heads of the state, and what belongs to them in a tensor of any number of heads."""
+
+    def __init__(self, batch: slice, first: int, stop: int, heads: int):
+        self.batch, self.first, self.stop, self.heads = batch, first, stop, heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        h = x.shape[1]
+        return x[self.batch, self.first * h // self.heads : self.stop * h // self.heads]
+
+    def maybe(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else self(x)
+
+
+def runs(q, k, v, log_decay, mask, setting: Setting) -> Iterator[tuple[Lanes, "Run"]]:
+    """Lane after lane, or several where sequences are short."""
+    b, h, t, r = q.shape
+    scratch = Scratch(q, setting.dtype)
+    kind = NoDecay if log_decay is None else ScalarDecay if log_decay.shape[-1] == 1 else VectorDecay
+    decay, widest = kind(scratch), max(r, v.shape[3], setting.chunk)  # of q, v and the scores
+    most = max(1, groups.GROUP // (h // setting.heads * setting.chunk * widest))
+    shared = setting.heads // k.shape[1]
+    at_once = max(1, most * setting.chunk // t // shared) * shared
+    sequences, heads = max(1, at_once // setting.heads), min(at_once, setting.heads)
+    for i in range(0, b, sequences):
+        for first in range(0, setting.heads, heads):
+            lanes = Lanes(slice(i, i + sequences), first, min(first + heads, setting.heads), setting.heads)
+            part = None if mask is None else mask[lanes.batch]
+            yield lanes, Run([lanes(x) for x in (q, k, v)], lanes.maybe(log_decay), part, lanes, decay, most, setting)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the rows of a group are computed: in the result, or in a buffer that is copied there."""
+
+    value: Tensor  # (m, rows, w)
+    target: Folded
+    span: Span
+    direct: bool
+
+    def finish(self, factor: Tensor | None = None) -> None:
+        """All rows are there; `factor` (m, rows, 1) is still to be applied."""
+        if not self.direct:
+            self.target.write(self.span, self.value, factor)
+        elif factor is not None:
+            self.value.mul_(factor)
 
 
 class Run:
-    """The inputs in groups of chunks, and what the group at hand needs; m is chunks times n = b heads."""
+    """The inputs of some lanes in groups of chunks, and what the group at hand needs; m is lanes times chunks."""
 
     q: Tensor  # (m, group c, r)
     k: Tensor  # (m, c, r)
@@ -77,26 +131,40 @@ class Run:
     read: Tensor  # q as it sees the state before its chunk
     written: Tensor  # k as it is left in the state after its chunk
 
-    def __init__(self, q, k, v, log_decay, mask, setting: Setting):
-        self.setting, self.mask, self.scratch = setting, mask, Scratch(q, setting.dtype)
-        kind = NoDecay if log_decay is None else ScalarDecay if log_decay.shape[-1] == 1 else VectorDecay
-        self.decay = kind(self.scratch)
-        self.n = q.shape[0] * setting.heads
-        widest = max(q.shape[3], v.shape[3], setting.chunk)  # of q, v and the scores
-        self.spans = spans(q.shape[2], setting.chunk, q.shape[0] * q.shape[1] * widest, halving=kind.halving)
-        self.inputs = [self.folded(x) for x in (q, k, v)]
+    def __init__(self, inputs, log_decay, mask, lanes: Lanes, decay: NoDecay, most: int, setting: Setting):
+        self.mask, self.decay, self.scratch, self.dtype = mask, decay, decay.scratch, setting.dtype
+        self.heads = lanes.stop - lanes.first
+        q = inputs[0]
+        count = q.shape[0] * self.heads
+        self.spans = spans(q.shape[2], setting.chunk, max(1, most // count), halving=decay.halving)
+        self.queries, self.keys, self.values = (self.folded(x) for x in inputs)
         self.log_decay = None if log_decay is None else self.folded(log_decay)
 
     def folded(self, x: Tensor) -> Folded:
-        return Folded(x, self.setting.heads, self.setting.dtype, self.mask)
+        return Folded(x, self.heads, self.dtype, self.mask)
 
     def load(self, name: str, x: Folded, span: Span) -> Tensor:
-        return x.read(span, self.scratch(name, span.count * self.n, x.rows(span), x.x.shape[3]))
+        """(m, rows, w), in place where it can be."""
+        found = x.view(span)
+        return x.read(span, self.scratch(name, *x.shape(span))) if found is None else found
+
+    def place(self, name: str, x: Folded, span: Span) -> Place:
+        found = x.view(span)
+        if found is not None and found.is_contiguous():  # products into strided places are done one by one
+            return Place(found, x, span, direct=True)
+        return Place(self.scratch(name, *x.shape(span)), x, span, direct=False)
 
     def enter(self, span: Span) -> None:
-        self.q, self.k, self.v = (self.load(name, x, span) for name, x in zip("qkv", self.inputs, strict=True))
+        self.enter_keys(span)
+        self.q = self.load("q", self.queries, span)
+        self.read = self.decay.read(self.q)
+
+    def enter_keys(self, span: Span) -> None:
+        """As much as the state needs."""
+        self.span = span
+        self.k, self.v = self.load("k", self.keys, span), self.load("v", self.values, span)
         self.decay.enter(None if self.log_decay is None else self.load("log_decay", self.log_decay, span))
-        self.read, self.written = self.decay.read(self.q), self.decay.write(self.k)
+        self.written = self.decay.write(self.k)
 
 
 class Carried:
@@ -106,21 +174,24 @@ class Carried:
         self.S = S.flatten(0, 1)
         self.z = None if z is None else z.flatten(0, 1)[..., None]
 
-    def by_heads(self, heads: int) -> tuple[Tensor, Tensor | None]:
-        """(b, heads, r, dv) and (b, heads, r)."""
-        S = self.S.unflatten(0, (-1, heads))
-        return S, None if self.z is None else self.z.reshape(S.shape[:3])
+    def put(self, S: Tensor, z: Tensor | None) -> None:
+        S.copy_(self.S.view(S.shape))
+        if z is not None and self.z is not None:
+            z.copy_(self.z.view(z.shape))
 
     def advance(self, run: Run, k: Tensor, v: Tensor, weight: Tensor | None = None, *, back: bool = False) -> "States":
         """S <- kept S + k^T v, z <- kept z + k^T weight (ones if None) over the chunks; what each began with."""
-        m, _, r = k.shape
-        parts = torch.bmm(k.mT, v, out=run.scratch("parts", m, r, v.shape[-1]))
-        S, self.S = _carry(self.S, parts, run.decay.kept, run.scratch("S", *parts.shape), back)
+        (m, _, r), dv, side = k.shape, v.shape[-1], "after" if back else "before"
+        lanes = self.S.shape[0], run.span.count
+        parts = torch.bmm(k.mT, v, out=run.scratch("parts", m, r, dv)).view(*lanes, r, dv)
+        S = run.scratch(f"S {side}", *lanes, r, dv)
+        self.S = run.decay.carry(self.S, parts, S, back=back)
         if self.z is None:
-            return States(S, None)
-        parts = k.sum(1, keepdim=True).mT if weight is None else torch.bmm(k.mT, weight)
-        z, self.z = _carry(self.z, parts, run.decay.kept, run.scratch("z", m, r, 1), back)
-        return States(S, z)
+            return States(S.flatten(0, 1), None)
+        parts = k.sum(1) if weight is None else torch.bmm(k.mT, weight)
+        z = run.scratch(f"z {side}", *lanes, r, 1)
+        self.z = run.decay.carry(self.z, parts.view(*lanes, r, 1), z, back=back)
+        return States(S.flatten(0, 1), z.flatten(0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,110 +202,94 @@ class States:
     z: Tensor | None  # (m, r, 1)
 
 
+class Waiting:
+    """The states before groups: S in the rows of dv where shape and type allow it, else in memory of its own."""
+
+    def __init__(self, dv: Folded, heads: int, dtype: torch.dtype):
+        self.dv = dv.x
+        self.alike = self.dv.shape[1] == heads and self.dv.dtype == dtype
+        self.held: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def put(self, span: Span, state: Carried) -> None:
+        S, z = state.S, state.z
+        by_heads = S.view(self.dv.shape[0], -1, *S.shape[1:])
+        if self.alike and span.length >= S.shape[1]:
+            by_heads = self.dv[:, :, span.start : span.start + S.shape[1]].copy_(by_heads)  # (b, heads, r, dv)
+        self.held[span.start] = by_heads, None if z is None else z.view(*by_heads.shape[:3])
+
+    def get(self, span: Span) -> Carried:
+        return Carried(*self.held.pop(span.start))
+
+
 class Grads:
-    """The gradients, written group by group."""
+    """The gradients of some lanes, written group by group from the last to the first."""
 
-    def __init__(self, run: Run, q, k, v, log_decay: Tensor | None, d_out: Tensor, out: Tensor):
+    def __init__(self, run: Run, found: list[Tensor], d_decay: Tensor | None, d_out: Tensor, out: Tensor):
         self.run, self.d_rows, self.rows = run, run.folded(d_out), run.folded(out)
-        self.q, self.k, self.v = (pages.empty_like(x) for x in (q, k, v))
-        self.log_decay = None if log_decay is None else pages.empty_like(log_decay)
-        self.dq, self.dk, self.dv = (run.folded(x) for x in (self.q, self.k, self.v))
-        self.dg = None if self.log_decay is None else run.folded(self.log_decay)
-        self.numbers = RowNumbers(run, self.v, q.shape[1] // run.setting.heads)
+        self.q, self.k, self.v = (run.folded(x) for x in found)
+        self.log_decay = None if d_decay is None else run.folded(d_decay)
+        self.later: Tensor | None = None
 
-    def forward_in_time(self, span: Span, before: States) -> None:
-        run, scratch, decay = self.run, self.run.scratch, self.run.decay
-        # The gradients of the rows' numerators and of their normalizers.
-        above, weight = run.load("d_rows", self.d_rows, span), None
-        d_scores = scratch("d_scores", *run.q.shape[:2], run.k.shape[1])
-        if before.z is None:
-            torch.bmm(above, run.v.mT, out=d_scores)
+    def group(self, span: Span, state: Carried, back: Carried) -> None:
+        """`run` has entered the group; `state` goes from before it to after it, `back` from after it to before it."""
+        run, decay = self.run, self.run.decay
+        before = state.advance(run, run.written, run.v)
+        if self.log_decay is not None and self.later is None:
+            self.later = self._handed_on(state, back)
+        scores = decay.scores(run.q, run.k)
+        above, weight = self._rows(span, scores, before)
+        after = back.advance(run, run.read, above, weight, back=True)
+        dv, dq, dk = (run.place(name, x, span) for name, x in (("dv", self.v), ("dq", self.q), ("dk", self.k)))
+        torch.bmm(scores.mT, above, out=dv.value).baddbmm_(run.written, after.S)
+        dv.finish()
+        if weight is None or before.z is None or after.z is None:
+            d_scores = torch.bmm(above, run.v.mT, out=scores)
+            torch.bmm(above, before.S.mT, out=dq.value)
+            torch.bmm(run.v, after.S.mT, out=dk.value)
         else:
-            normalizer = _normalizer(decay.scores(run.q, run.k), run.read, before.z)
-            inverse = safe(normalizer).reciprocal_()
-            above = torch.mul(above, inverse, out=scratch("above", *above.shape))
-            weight = torch.linalg.vecdot(above, run.load("rows", self.rows, span)).neg_()[..., None]
-            weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
-            self.numbers.put(span, inverse, weight)
-            torch.baddbmm(weight, above, run.v.mT, out=d_scores)
-        dq, dk = scratch("dq", *run.q.shape), scratch("dk", *run.k.shape)
-        decay.score_grads(d_scores, run.q, run.k, dq, dk)
-        seen = torch.bmm(above, before.S.mT, out=scratch("seen", *run.q.shape))
-        if weight is not None and before.z is not None:
-            seen.baddbmm_(weight, before.z.mT)
-        dq.add_(decay.read(seen))
-        self.dq.write(span, dq)
-        self.dk.write(span, dk)
-        if self.dg is not None:
-            balance = (run.q * dq).view(run.k.shape[0], -1, *run.k.shape[1:]).sum(1) - run.k * dk
-            self.dg.write(span, self._per_decay(balance))
+            d_scores = torch.baddbmm(weight, above, run.v.mT, out=scores)
+            torch.mul(weight, before.z.mT, out=dq.value).baddbmm_(above, before.S.mT)
+            torch.baddbmm(after.z.mT, run.v, after.S.mT, out=dk.value)
+        decay.read(dq.value, out=dq.value)
+        decay.write(dk.value, out=dk.value)
+        decay.add_score_grads(d_scores, run.q, run.k, dq.value, dk.value)
+        if self.log_decay is not None:
+            self._write_decay(span, dq.value, dk.value)
+        dq.finish()
+        dk.finish()
 
-    def begin_back(self, state: Carried, back: Carried) -> None:
-        """Between the sweeps: what the last state says of the decays before it."""
+    def _rows(self, span: Span, scores: Tensor, before: States) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the rows' numerators and of their normalizers."""
+        run = self.run
+        above = run.load("d_rows", self.d_rows, span)
+        if before.z is None:
+            return above, None
+        normalizer = _normalizer(scores, run.read, before.z)
+        above = torch.mul(above, safe(normalizer).reciprocal_(), out=run.scratch("above", *above.shape))
+        weight = torch.linalg.vecdot(above, run.load("rows", self.rows, span)).neg_()[..., None]
+        return above, weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
+
+    def _handed_on(self, state: Carried, back: Carried) -> Tensor:
+        """What the last state says of the decays before it."""
         product = (state.S * back.S).sum(-1)
         if state.z is not None and back.z is not None:
             product += (state.z * back.z).sum(-1)
-        self.later = self._per_decay(product[:, None])  # (n, 1, 1 or r)
+        return self._per_decay(product[:, None])  # (n, 1, 1 or r)
 
-    def backward_in_time(self, span: Span, back: Carried) -> None:
-        run, scratch, decay = self.run, self.run.scratch, self.run.decay
-        above, weight = run.load("d_rows", self.d_rows, span), None
-        if back.z is not None:
-            inverse, weight = self.numbers.get(span)
-            above = torch.mul(above, inverse, out=scratch("above", *above.shape))
-        after = back.advance(run, run.read, above, weight, back=True)
-        dv = torch.bmm(decay.scores(run.q, run.k).mT, above, out=scratch("dv", *run.v.shape))
-        self.dv.write(span, dv.baddbmm_(run.written, after.S))
-        dk = scratch("dk", *run.k.shape)
-        if after.z is None:
-            torch.bmm(run.v, after.S.mT, out=dk)
-        else:
-            torch.baddbmm(after.z.mT, run.v, after.S.mT, out=dk)
-        dk = decay.write(dk)
-        self.dk.add(span, dk)
-        if self.dg is not None:
-            self._write_decay(span, self.dg.read(span) - self._per_decay(run.k * dk))
-
-    def _write_decay(self, span: Span, balance: Tensor) -> None:
+    def _write_decay(self, span: Span, dq: Tensor, dk: Tensor) -> None:
         """d log_decay_i is what the pairs across i carry: the sum over tokens from i on of q . dq - k . dk."""
-        assert self.dg is not None
-        balance = balance.unflatten(0, (span.count, -1)).transpose(0, 1)  # (n, count, c, 1 or r)
-        crossing = balance.flatten(1, 2).flip(1).cumsum(1).flip(1) + self.later
+        run = self.run
+        assert self.log_decay is not None
+        assert self.later is not None
+        balance = (run.q * dq).unflatten(1, (-1, span.chunk)).sum(1) - run.k * dk
+        balance = self._per_decay(balance).unflatten(0, (-1, span.count)).flatten(1, 2)  # (n, length, 1 or r)
+        crossing = balance.flip(1).cumsum(1).flip(1) + self.later
         self.later = crossing[:, :1]
-        self.dg.write(span, crossing.view(balance.shape).transpose(0, 1))
+        self.log_decay.write(span, crossing.unflatten(1, (span.count, span.chunk)))
 
     def _per_decay(self, x: Tensor) -> Tensor:
         """(m, c, r) summed over the channels that share a decay."""
         return x if self.run.decay.halving else x.sum(-1, keepdim=True)
-
-
-class RowNumbers:
-    """Two numbers a row, from the first sweep to the second: 1 / normalizer, and the normalizer's gradient.
-
-    They wait in the rows of dv, which only the second sweep fills, so that they cost no memory; in a buffer of their
-    own where dv is narrower than they are, is shared by heads, or is kept in a shorter type.
-    """
-
-    def __init__(self, run: Run, dv: Tensor, group: int):
-        b, h, t, width = dv.shape
-        heads, dtype = run.setting.heads, run.setting.dtype
-        fits = h == heads and dv.dtype == dtype and 2 * group <= width
-        self.room = dv[..., : 2 * group] if fits else dv.new_empty((b, heads, t, 2 * group), dtype=dtype)
-
-    def put(self, span: Span, inverse: Tensor, weight: Tensor) -> None:
-        place = self._place(span)
-        both = torch.stack((inverse[..., 0], weight[..., 0]), 1)  # (m, 2, group c)
-        place.copy_(both.view(place.shape))
-
-    def get(self, span: Span) -> tuple[Tensor, Tensor]:
-        place = self._place(span)
-        inverse, weight = place.reshape(-1, 2, place.shape[3] // 2 * span.chunk, 1).unbind(1)
-        return inverse, weight
-
-    def _place(self, span: Span) -> Tensor:
-        """(count, b, heads, 2 group, c), a view."""
-        rows = self.room[:, :, span.start : span.start + span.length]
-        return rows.unflatten(2, (span.count, span.chunk)).permute(2, 0, 1, 4, 3)
 
 
 def safe(n: Tensor) -> Tensor:
@@ -248,22 +303,5 @@ def _normalizer(scores: Tensor, read: Tensor, z: Tensor) -> Tensor:
     return torch.bmm(read, z).add_(within.view(*scores.shape[:2], 1))  # (m, rows, 1)
 
 
-def _carry(start: Tensor, parts: Tensor, kept: Tensor | None, states: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """x <- kept x + part over the chunks of a group, or back over them: what each starts from, and where it ends."""
-    n = start.shape[0]
-    if kept is None and start.numel() < SMALL:
-        parts = parts.unflatten(0, (-1, n))
-        sums = torch.cat((start[None], parts.flip(0) if back else parts)).cumsum_(0)
-        return (sums[:-1].flip(0) if back else sums[:-1]).flatten(0, 1), sums[-1]
-    places, parts_of = states.split(n), parts.split(n)
-    kept_of = None if kept is None else kept.split(n)
-    order = list(range(len(places)))[:: -1 if back else 1]
-    places[order[0]].copy_(start)
-    end = torch.empty_like(start)
-    for i, j in enumerate(order):
-        place = places[order[i + 1]] if i + 1 < len(order) else end
-        if kept_of is None:
-            torch.add(places[j], parts_of[j], out=place)
-        else:
-            torch.addcmul(parts_of[j], places[j], kept_of[j], out=place)
-    return states, end
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

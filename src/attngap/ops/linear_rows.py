@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngap.ops import pages
-from attngap.ops.delta_groups import Folded, Span
+from attngap.ops.groups import Folded, Span
 from attngap.ops.linear_chunks import EPS, Setting, safe
 
 

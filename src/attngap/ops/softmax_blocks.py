@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops.delta_groups import Folded, Span
+from attngap.ops.exponent import weight_exp_
+from attngap.ops.groups import Folded, Span
 
 ROWS, TILE = 128, 1024
 
@@ -64,9 +65,9 @@ class SoftmaxBlocks(torch.autograd.Function):
             total = mixed = torch.zeros((), dtype=dtype, device=q.device)
             top = torch.full_like(query[..., :1], -torch.inf)
             for tile in reach.tiles(rows):
-                logits = run.logits(query, rows, tile)
+                logits, hidden = run.logits(query, rows, tile)
                 new = torch.maximum(top, logits.amax(-1, keepdim=True))
-                weights, shrink = logits.sub_(new).exp_(), (top - new).exp_()
+                weights, shrink = run.weights(logits, new, hidden), weight_exp_(top - new)
                 total = total * shrink + weights.sum(-1, keepdim=True)
                 mixed = mixed * shrink + weights @ run.tile(v, tile)
                 top = new
@@ -90,7 +91,8 @@ class SoftmaxBlocks(torch.autograd.Function):
             mean = (above * out_rows.read(block)).sum(-1, keepdim=True)  # of d weights, under the weights
             d_query = torch.zeros_like(query)
             for tile in reach.tiles(rows):
-                weights = run.logits(query, rows, tile).sub_(log_total).exp_()
+                logits, hidden = run.logits(query, rows, tile)
+                weights = run.weights(logits, log_total, hidden)
                 d_logits = (above @ run.tile(v, tile).mT).sub_(mean).mul_(weights)
                 d_query.baddbmm_(d_logits, run.tile(k, tile))
                 run.add(dk, tile, d_logits.mT @ query)
@@ -116,13 +118,23 @@ class _Run:
     def add(self, total: Tensor, tile: tuple[int, int], part: Tensor) -> None:
         total[:, :, slice(*tile)] += part.view(*total.shape[:2], -1, total.shape[-1])
 
-    def logits(self, query: Tensor, rows: range, tile: tuple[int, int]) -> Tensor:
+    def logits(self, query: Tensor, rows: range, tile: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """And which of them are hidden: these are -inf."""
         logits = query @ self.tile(self.k, tile).mT
         hidden = self.reach.hidden(rows, *tile, device=query.device)
-        if hidden is not None:
-            logits.view(query.shape[0], -1, *hidden.shape).masked_fill_(hidden, -torch.inf)
-        return logits
+        return _fill(logits, hidden, -torch.inf), hidden
+
+    def weights(self, logits: Tensor, unit: Tensor, hidden: Tensor | None) -> Tensor:
+        """exp(logits - unit) in place, exactly 0 where hidden."""
+        return _fill(weight_exp_(logits.sub_(unit)), hidden, 0.0)
 
     def log_total(self, query: Tensor, rows: range) -> Tensor:
-        parts = [self.logits(query, rows, tile).logsumexp(-1, keepdim=True) for tile in self.reach.tiles(rows)]
+        parts = [self.logits(query, rows, tile)[0].logsumexp(-1, keepdim=True) for tile in self.reach.tiles(rows)]
         return torch.cat(parts, -1).logsumexp(-1, keepdim=True)
+
+
+def _fill(x: Tensor, hidden: Tensor | None, value: float) -> Tensor:
+    """x (n, group * rows, keys), filled where `hidden` (rows, keys)."""
+    if hidden is not None:
+        x.unflatten(1, (-1, hidden.shape[0])).masked_fill_(hidden, value)
+    return x
