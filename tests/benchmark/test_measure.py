@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attngap import ops
+from attngap.benchmark import measure
 from attngap.benchmark.measure import best_milliseconds, extra_mb, matmul_rate, operations
 
 
@@ -33,6 +34,13 @@ def test_times_are_of_each_call():
     )
     assert 0 < times["short"] < times["long"]
     assert matmul_rate(64) > 0
+
+
+def test_a_slow_call_is_made_once(monkeypatch):
+    monkeypatch.setattr(measure, "PATIENCE", 0.0)
+    called = []
+    best_milliseconds({"slow": lambda: called.append(1) or torch.zeros(1)})
+    assert called == [1]
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attngap.benchmark import measure, peers
+from attngap.benchmark import measure, peers, run
 from attngap.benchmark.run import compare, crossovers, first_win, growth, steps
 
 LENGTHS = (32, 64)
@@ -54,6 +54,16 @@ def test_a_win_counts_only_if_it_lasts():
     assert first_win((1, 2), [1.0, 3.0], [2.0, 2.0]) is None
 
 
-def test_growth_is_the_exponent():
+def test_growth_is_the_exponent_over_the_upper_half():
     assert growth((64, 128, 256), [9.0, 2.0, 8.0]) == pytest.approx(2.0)
+    assert growth((1, 2, 4, 8, 16, 32), [7.0, 7.0, 7.0, 8.0, 32.0, 128.0]) == pytest.approx(2.0)
+    # A point off the line between two others tilts it by no more than least squares says.
+    assert growth((1, 1, 1, 2, 4, 8), [1.0, 1.0, 1.0, 1.0, 4.0, 4.0]) == pytest.approx(1.0)
     assert growth((64,), [1.0]) is None
+
+
+def test_slow_peers_are_left_out_at_great_length(monkeypatch):
+    monkeypatch.setattr(run, "LONGEST", {"sdpa": 31})
+    for _, records in compare((32,), heads=2, width=8):
+        sdpa = next(r for r in records if r["implementation"] == "sdpa")
+        assert sdpa["missing"] == "not measured beyond 31 tokens"

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 Call = Callable[[], Tensor]
 ENOUGH = 7  # calls of a quick implementation, the best of which counts
-PATIENCE = 1.5  # seconds for one implementation: a slow one is called at least twice, no more often
+PATIENCE = 1.0  # seconds for one implementation: a slower one is called once
 
 
 def matmul_rate(size: int = 1024) -> float:
@@ -27,9 +27,9 @@ def best_milliseconds(calls: Mapping[str, Call]) -> dict[str, float]:
     """The best time of each, called in turns so that a disturbance meets all of them."""
     best = {name: _seconds(call) for name, call in calls.items()}  # warms up; counts only where calls are slow
     spent = dict(best)
-    for turn in range(ENOUGH):
+    for _ in range(ENOUGH):
         for name, call in calls.items():
-            if turn and spent[name] > PATIENCE:
+            if spent[name] > PATIENCE:
                 continue
             took = _seconds(call)
             best[name], spent[name] = min(best[name], took), spent[name] + took
@@ -38,7 +38,6 @@ def best_milliseconds(calls: Mapping[str, Call]) -> dict[str, float]:
 
 def extra_mb(call: Call, kept: int) -> float:
     """The peak of memory that torch allocates during a call, beyond `kept` bytes of results, in megabytes."""
-    call()
     with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     events = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]

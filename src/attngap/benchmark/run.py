@@ -1,6 +1,7 @@
 """The benchmark: records of ops against peers, and of every mechanism against softmax."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attngap.benchmark import peers
-from attngap.benchmark.cases import OURS, SDPA_LIMIT, Case, cases
+from attngap.benchmark.cases import LONGEST, OURS, Case, cases
 from attngap.benchmark.measure import best_milliseconds, extra_mb, matmul_rate, operations
 from attngap.mechanisms.catalogue import catalogue, mechanism
 
@@ -34,8 +35,8 @@ def _records(case: Case, n: int, direction: str, heads: int, width: int) -> list
     calls, absent = {}, {}
     for name, implementation in case.implementations.items():
         reason = peers.missing(name)
-        if name == "sdpa" and n > SDPA_LIMIT:
-            reason = f"not measured beyond {SDPA_LIMIT} tokens"
+        if n > LONGEST.get(name, n):
+            reason = f"not measured beyond {LONGEST[name]} tokens"
         if reason:
             absent[name] = reason
         else:
@@ -134,8 +135,8 @@ def first_win(lengths: tuple[int, ...], ours: list[float], theirs: list[float]) 
 
 
 def growth(lengths: tuple[int, ...], times: list[float]) -> float | None:
-    """The exponent p of time ~ n^p between half of the longest length and the longest; None with one length."""
+    """The exponent p of time ~ n^p: least squares in logarithms over the upper half of the lengths; None with one."""
     if len(lengths) < 2:
         return None
-    half = max(range(len(lengths) - 1), key=lambda i: -abs(lengths[i] - lengths[-1] / 2))
-    return math.log(times[-1] / times[half]) / math.log(lengths[-1] / lengths[half])
+    upper = min(len(lengths) // 2, len(lengths) - 2)
+    return statistics.linear_regression([math.log(n) for n in lengths[upper:]], [math.log(t) for t in times[upper:]])[0]

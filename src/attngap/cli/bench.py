@@ -80,7 +80,8 @@ def _crossover_table(records: list[dict[str, Any]]) -> "Table":
     table = Table("mechanism", box=None, title="against softmax (SDPA), forward")
     table.add_column("faster from", justify="right")
     table.add_column("time grows as n^", justify="right")
+    table.add_column("softmax as n^", justify="right")
     for record in records:
         start = f"{record['n']} tokens" if record["n"] else f"not by {record['measured_to']}"
-        table.add_row(record["form"], start, f"{record['growth']:.2f}")
+        table.add_row(record["form"], start, f"{record['growth']:.2f}", f"{record['sdpa_growth']:.2f}")
     return table
