@@ -105,10 +105,19 @@ class ScalarDecay(NoDecay):
     def weigh(self, scores: Tensor) -> Tensor:
         n, c, _ = self.total.shape
         if self.pairs is None:
-            pairs = weight_exp_(torch.sub(self.total, self.total.mT, out=self.scratch("pairs", n, c, c)))
+            pairs = weight_exp_(self._differences(self.scratch("pairs", n, c, c)))
             self.pairs = pairs.mul_(self.triangle(c, pairs))
         scores.view(n, -1, c, c).mul_(self.pairs[:, None])
         return scores
+
+    def _differences(self, out: Tensor) -> Tensor:
+        """G_i - G_j, each G as the sum of two numbers of the shorter type: as exact as the result can be."""
+        high = self.total.to(out.dtype)
+        torch.sub(high, high.mT, out=out)
+        if out.dtype != self.total.dtype:
+            low = (self.total - high).to(out.dtype)
+            out.add_(low).sub_(low.mT)
+        return out
 
     def read(self, q: Tensor, out: Tensor | None = None) -> Tensor:
         out = self.scratch("read", *q.shape) if out is None else out

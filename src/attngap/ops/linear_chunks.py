@@ -266,7 +266,8 @@ class Grads:
             return above, None
         normalizer = _normalizer(scores, run.read, before.z)
         above = torch.mul(above, safe(normalizer).reciprocal_(), out=run.scratch("above", *above.shape))
-        weight = torch.linalg.vecdot(above, run.load("rows", self.rows, span)).neg_()[..., None]
+        products = torch.mul(above, run.load("rows", self.rows, span), out=run.scratch("products", *above.shape))
+        weight = _row_sums(products).neg_()
         return above, weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
 
     def _handed_on(self, state: Carried, back: Carried) -> Tensor:
@@ -298,9 +299,12 @@ def safe(n: Tensor) -> Tensor:
 
 
 def _normalizer(scores: Tensor, read: Tensor, z: Tensor) -> Tensor:
+    return torch.bmm(read, z).add_(_row_sums(scores))  # (m, rows, 1)
+
+
+def _row_sums(x: Tensor) -> Tensor:
     # A product with ones, three times as fast as a sum along the last axis.
-    within = scores.view(-1, scores.shape[-1]) @ torch.ones_like(scores[0, 0])
-    return torch.bmm(read, z).add_(within.view(*scores.shape[:2], 1))  # (m, rows, 1)
+    return (x.view(-1, x.shape[-1]) @ torch.ones_like(x[0, 0])).view(*x.shape[:2], 1)
 
 
 def _like(x: Tensor) -> Tensor:
