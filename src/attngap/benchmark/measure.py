@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 Call = Callable[[], Tensor]
 ENOUGH = 7  # calls of a quick implementation, the best of which counts
-PATIENCE = 1.0  # seconds for one implementation: a slower one is called once
+PATIENCE = 1.0  # seconds for one implementation: a slow one is called twice, no more often
+AGES = 3.0  # seconds of a call that is not repeated at all
 
 
 def matmul_rate(size: int = 1024) -> float:
@@ -27,9 +28,9 @@ def best_milliseconds(calls: Mapping[str, Call]) -> dict[str, float]:
     """The best time of each, called in turns so that a disturbance meets all of them."""
     best = {name: _seconds(call) for name, call in calls.items()}  # warms up; counts only where calls are slow
     spent = dict(best)
-    for _ in range(ENOUGH):
+    for turn in range(ENOUGH):
         for name, call in calls.items():
-            if spent[name] > PATIENCE:
+            if spent[name] > (PATIENCE if turn else AGES):
                 continue
             took = _seconds(call)
             best[name], spent[name] = min(best[name], took), spent[name] + took
