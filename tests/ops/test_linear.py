@@ -147,13 +147,18 @@ def test_a_sequence_fed_in_pieces(kind, t, data):
     torch.testing.assert_close(second["z"], whole["z"], rtol=1e-10, atol=1e-10)
 
 
-def test_a_state_with_the_heads_of_q_is_taken():
-    """Such a state may differ inside a group of heads, so it cannot be shrunk to the heads of k."""
-    inputs = Case(group=2).inputs()
+@pytest.mark.usefixtures("group_size")
+@pytest.mark.parametrize("kind", ["none", "scalar", "vector"])
+def test_a_state_with_the_heads_of_q_is_taken(kind):
+    """Such a state may differ inside a group of heads, so it cannot be shrunk to the heads of k, nor can k's decay."""
+    inputs = Case(kind, group=2).inputs()
     inputs["S"], inputs["z"] = torch.randn(2, 4, 3, 5).double(), torch.rand(2, 4, 3).double()
-    got, expected = call(linear_attention, inputs, chunk=8), call(naive.linear_attention, inputs)
+    got, got_grads = grads(linear_attention, inputs, chunk=8)
+    expected, expected_grads = grads(naive.linear_attention, inputs)
     for name in got:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-10)
+    for name in got_grads:
+        torch.testing.assert_close(got_grads[name], expected_grads[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["scalar", "vector"])

@@ -57,11 +57,9 @@ def linear_attention(
         carriers = [x for x in (log_decay, *(state or {}).values()) if x is not None]
         heads = max([k.shape[1], *(x.shape[1] for x in carriers)])
         S, z = _start(q, v, heads, state)
-        if log_decay is not None:
-            log_decay = expand_heads(log_decay, heads)
-            log_decay = log_decay[..., None] if log_decay.ndim == 3 else log_decay
+        decay = log_decay[..., None] if log_decay is not None and log_decay.ndim == 3 else log_decay
         setting = Setting(heads, chunk or CHUNK, dtype)
-        out, S, z = LinearChunks.apply(q, k, v, log_decay, S, z if normalize else None, mask, setting)
+        out, S, z = LinearChunks.apply(q, k, v, decay, S, z if normalize else None, mask, setting)
     else:
         out, S, z = LinearRows.apply(q, k, v, mask, normalize, Setting(k.shape[1], chunk or BLOCK, dtype))
     check_finite({"out": out, "state": S}, {"q": q, "k": k, "v": v, "log_decay": log_decay, **(state or {})})

@@ -32,7 +32,7 @@ class Setting:
 
 
 class LinearChunks(torch.autograd.Function):
-    """(q, k, v, log_decay (b, heads, t, 1 or r) or None, S, z or None if unnormalized, mask, setting) -> out, S, z."""
+    """(q, k, v, log_decay (b, ., t, 1 or r) or None, S, z or None if unnormalized, mask, setting) -> out, S, z."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, S, z, mask, setting: Setting):
