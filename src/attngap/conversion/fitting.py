@@ -12,7 +12,7 @@ from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions, fit_layer
 from attngap.models.capture import Call, capture
 
-MEMORY = 3 * 2**30  # bytes of captured tensors held at once; more layers than fit are captured in another sweep
+MEMORY = 2 * 2**30  # bytes of captured tensors held at once; more layers than fit are captured in another sweep
 
 Captured = tuple[
     Float[Tensor, "b h t d"], Float[Tensor, "b h_kv t d"], Float[Tensor, "b h_kv t dv"], Float[Tensor, "b h t dv"]
