@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import signal
 import threading
 import time
 import warnings
@@ -78,7 +79,12 @@ def _attempt_in_worker(function: Callable[[Any], Any], index: int, job: Any, dri
 
 @functools.cache
 def _end_with(driver: int) -> None:
-    """Watch for the driver's death from a thread: a killed driver cannot stop its workers, which would work on."""
+    """Watch for the driver's death from a thread: a killed driver cannot stop its workers, which would work on.
+
+    Ctrl-C reaches workers and driver alike; it is left to the driver, because a pool whose workers answer it too may
+    hang.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == driver:
