@@ -45,6 +45,10 @@ def execute(job: Job, report: Report | None = None) -> dict[str, Any]:
     }
 
 
+def _watched(watch: Watch, job: Job) -> dict[str, Any]:
+    return execute(job, functools.partial(watch, job.spec))
+
+
 def describe(task: Task, model: Decoder, trained: Trained) -> dict[str, Any]:
     """What is stored of a run: its scores, and what they are to be measured against."""
     rank, floats = model.state_rank(task.tokens), model.state_floats(task.tokens)
@@ -107,8 +111,9 @@ def run_all(
     # Alone, a run may use every core; side by side they share them; on a cluster a job is promised one.
     threads = 1 if ray is not None else max(1, torch.get_num_threads() // max(1, workers))
     jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
-    here = watch is not None and workers == 1 and ray is None
-    function = (lambda job: execute(job, functools.partial(watch, job.spec))) if here else execute
+    function: Callable[[Job], dict[str, Any]] = execute
+    if watch is not None and workers == 1 and ray is None:
+        function = functools.partial(_watched, watch)
     for outcome in engine.run(function, jobs, workers=workers, ray=ray, retries=retries):
         spec = missing[outcome.index]
         if outcome.error is not None:

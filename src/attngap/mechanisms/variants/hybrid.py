@@ -96,8 +96,10 @@ class Hybrid(Mechanism):
     ) -> tuple[State, Float[Tensor, "b h t dv"]]:
         """`near`, from `near` of the same q, k and v, spares computing it again where only the far part is trained."""
         fq, fk = _far(streams)
-        options = self._options(streams) | {"near": near}
-        out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, state=state, chunk=chunk, **options)
+        options = self._options(streams)
+        out, after = hybrid_attention(
+            streams.q, streams.k, streams.v, fq, fk, state=state, chunk=chunk, near=near, **options
+        )
         return after, out
 
     def near(
