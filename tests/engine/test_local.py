@@ -58,9 +58,10 @@ def test_closing_the_stream_stops_the_workers(tmp_path):
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
 from attngap.engine import run
 from tests.engine.jobs import slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background would inherit an ignored Ctrl-C
 try:
     for outcome in run(slow, [(sys.argv[1], x, 60.0) for x in range(4)], workers=2):
         pass

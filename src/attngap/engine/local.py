@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import signal
 import threading
 import time
 import warnings
@@ -61,15 +60,17 @@ def _pool(
     # One job at a time and none in advance: what is handed out and not back is what was running.
     options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "1*n_jobs", "batch_size": 1}
     parallel = Parallel(n_jobs=width, **options)
-    stream: Any = parallel(hand_out())
+    stream: Any = None
     try:
         with contextlib.suppress(TerminatedWorkerError):
+            stream = parallel(hand_out())  # a worker may die while the first jobs are still being handed out
             for outcome in stream:  # noqa: UP028 - `yield from` would close the stream before the lines below
                 yield outcome
     finally:
-        with warnings.catch_warnings():  # joblib warns that jobs were canceled: that is what closing is for
-            warnings.simplefilter("ignore")
-            stream.close()
+        if stream is not None:
+            with warnings.catch_warnings():  # joblib warns that jobs were canceled: that is what closing is for
+                warnings.simplefilter("ignore")
+                stream.close()
 
 
 def _attempt_in_worker(function: Callable[[Any], Any], index: int, job: Any, driver: int) -> Outcome:
@@ -79,12 +80,7 @@ def _attempt_in_worker(function: Callable[[Any], Any], index: int, job: Any, dri
 
 @functools.cache
 def _end_with(driver: int) -> None:
-    """Watch for the driver's death from a thread: a killed driver cannot stop its workers, which would work on.
-
-    Ctrl-C reaches workers and driver alike; it is left to the driver, because a pool whose workers answer it too may
-    hang.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Watch for the driver's death from a thread: a killed driver cannot stop its workers, which would work on."""
 
     def watch() -> None:
         while os.getppid() == driver:
