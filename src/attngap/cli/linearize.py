@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from attngap.models.plan import Plan
 
 
-# Wide, because exact keys nearby bought more quality for their memory than features did (docs/results.md): at 16k tokens
-# 256 of them and their features are 3.6% of a head's cache. A plan made from a diagnosis says its own.
+# Wide, because exact keys nearby bought more quality for their memory than features did (docs/results.md): at 16k
+# tokens 256 of them and their features are 3.6% of a head's cache. A plan made from a diagnosis says its own.
 WINDOW, SINKS = 256, 4
 
 
