@@ -9,7 +9,7 @@ import tiny_models
 import torch
 
 from attngap.diagnosis import stages
-from attngap.diagnosis.diagnose import diagnose, headline_rank
+from attngap.diagnosis.diagnose import _stress, diagnose, headline_rank
 from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.result import Diagnosis
 from attngap.diagnosis.sequences import sequences
@@ -53,6 +53,25 @@ def test_every_head_is_complete(found):
     assert sum(head.importance for head in found.heads) == pytest.approx(1)
     assert found.rank == 4 or found.rank == 2
     assert found.damage_unit.startswith("nats a token")
+
+
+def test_without_ranks_there_is_damage_but_no_floor(found, tmp_path):
+    bare = run(ranks=(), directory=tmp_path / "bare")
+    assert bare.rank is None
+    for one, other in zip(bare.heads, found.heads, strict=True):
+        assert (one.floor, one.ceilings, one.unavoidable, one.lost) == (None, None, None, None)
+        assert [one.damage, one.recall_damage, one.fit] == pytest.approx(
+            [other.damage, other.recall_damage, other.fit], rel=1e-4
+        )
+    assert Diagnosis.load(tmp_path / "bare").plan(0.25).keep == found.plan(0.25).keep
+
+
+@pytest.mark.parametrize(("window", "period"), [(64, 256), (256, 512), (2000, 512)])
+def test_what_the_stress_passage_repeats_lies_beyond_the_window(window, period):
+    words = tiny_models.tokenizer(False)
+    tokens, found = _stress(words, 1024, window, seed=0)
+    assert found == period
+    assert torch.equal(tokens[0, -found:], tokens[0, -2 * found : -found])
 
 
 def test_fitting_beats_dropping_what_is_far(found):

@@ -17,13 +17,15 @@ MEASURED = ("entropy", "top", "sink", "near", "far", "kappa", "kappa_p10", "kapp
 MEASURED += ("n_star", "spread", "logit_ratio")
 
 
-def heads(job: Job, tokenizer: PreTrainedTokenizerBase, rank: int | None) -> list[Head]:
+def heads(job: Job, tokenizer: PreTrainedTokenizerBase, rank: int | None, *, deep: bool) -> list[Head]:
     """Every head, layer by layer; what was not measured stays None."""
     out = []
     for layer in range(job.shape.layers):
         rows = _statistics(job, layer)
-        if rank is not None:
-            _add(rows, _certificates(job, layer, rank))
+        if deep:
+            _add(rows, _errors(job, layer))
+            if rank is not None:
+                _add(rows, _certificates(job, layer, rank))
             _add(rows, _damages(job, layer, rank))
             for row, pairs in zip(rows, _reads(job, layer, tokenizer), strict=True):
                 row["reads"] = pairs
@@ -83,12 +85,12 @@ def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
     first, stress = _piece(job, f"deep-0-{layer}"), _piece(job, f"deep-{STRESS}-{layer}")
     linear = _piece(job, f"rows-0-{layer}")["linear"]
     place = job.depth.ranks.index(rank)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for head in range(job.shape.heads):
         if linear[head]:
             rows.append({})
             continue
-        row: dict[str, Any] = {
+        row = {
             "floor": float(first["floor"][head, place]),
             "ceiling": float(first["ceiling"][head, place]),
             "floors": first["floor"][head].tolist(),
@@ -98,19 +100,29 @@ def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
             "far_weight": float(first["far"][head]),
             "spectrum": [float(f"{value:.4g}") for value in first["spectrum"][head].tolist()],
         }
-        if "fit" in first:
-            row["fit"], row["stress_fit"] = float(first["fit"][head]), float(stress["fit"][head])
-            row["monotonicity"] = _number(first["monotonicity"][head])
-            row["errors"] = {
-                name.removeprefix("error."): float(error[head])
-                for name, error in first.items()
-                if name.startswith("error.")
-            }
         rows.append(row)
     return rows
 
 
-def _damages(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
+def _errors(job: Job, layer: int) -> list[dict[str, Any]]:
+    """Of the fitted replacement and of untrained mechanisms, where the layer can be replaced."""
+    first, stress = _piece(job, f"deep-0-{layer}"), _piece(job, f"deep-{STRESS}-{layer}")
+    linear = _piece(job, f"rows-0-{layer}")["linear"]
+    untrained = {name.removeprefix("error."): error for name, error in first.items() if name.startswith("error.")}
+    return [
+        {
+            "fit": float(first["fit"][head]),
+            "stress_fit": float(stress["fit"][head]),
+            "monotonicity": _number(first["monotonicity"][head]),
+            "errors": {name: float(error[head]) for name, error in untrained.items()},
+        }
+        if "fit" in first and not linear[head]
+        else {}
+        for head in range(job.shape.heads)
+    ]
+
+
+def _damages(job: Job, layer: int, rank: int | None) -> list[dict[str, Any]]:
     """Damage is the mean over text passages; the ceiling's is to the fit's as on the first passage.
 
     A head without a replacement has no damage, but what the best weights of a rank would cost it is known all the same.
@@ -122,20 +134,21 @@ def _damages(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
     }
     stress, first = found.pop(STRESS), found["0"]  # (1 + ranks, h)
     fitted = torch.stack([one[0] for one in found.values()]).mean(0)
-    place = job.depth.ranks.index(rank)
+    place = None if rank is None else job.depth.ranks.index(rank)
     out = []
     for head in range(job.shape.heads):
         row: dict[str, Any] = {}
-        if not linear[head]:
+        if not linear[head] and place is not None:
             row["recall_unavoidables"] = stress[1:, head].tolist()
             row["unavoidables"] = first[1:, head].tolist()
             row["unavoidable"] = row["unavoidables"][place]
         if not linear[head] and int(rows["barrier"]) < 0:
             damage = float(fitted[head])
-            best = first[1:, head] / first[0, head].clamp(min=torch.finfo(first.dtype).tiny) * damage
-            unavoidable = min(float(best[place]), damage)
-            row |= {"damage": damage, "recall_damage": float(stress[0, head]), "unavoidables": best.tolist()}
-            row |= {"unavoidable": unavoidable, "lost": damage - unavoidable}
+            row |= {"damage": damage, "recall_damage": float(stress[0, head])}
+            if place is not None:
+                best = first[1:, head] / first[0, head].clamp(min=torch.finfo(first.dtype).tiny) * damage
+                unavoidable = min(float(best[place]), damage)
+                row |= {"unavoidables": best.tolist(), "unavoidable": unavoidable, "lost": damage - unavoidable}
         out.append(row)
     return out
 

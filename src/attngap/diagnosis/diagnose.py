@@ -19,7 +19,7 @@ from attngap.diagnosis.work import Work, workplace
 from attngap.errors import AttngapError
 from attngap.models.plan import ModelFacts, Replacement, architecture, fingerprint
 from attngap.models.texts import passages as cut
-from attngap.models.texts import stress
+from attngap.models.texts import PERIOD, stress
 from attngap.provenance import provenance
 
 KEEP = 0.1  # the share of heads that verdicts keep; a plan may keep another
@@ -50,7 +50,8 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose every head of `model` on `passages` passages of `context` tokens of `text` and on a stress passage.
 
-    `quick` takes statistics only. Floors, ceilings, fits and damage look at the first 1024 tokens of each passage.
+    `quick` takes statistics only, and no `ranks` leave out floors and ceilings. Floors, ceilings, fits and damage look
+    at the first 1024 tokens of each passage.
     `verify` replaces that many heads for real, on held-out passages. With a `directory` the result is saved there and
     a killed run, started again with the same arguments, goes on where it stopped.
     """
@@ -59,7 +60,7 @@ def diagnose(
     calibration = cut(tokenizer, text, context=context, count=passages, seed=seed)
     held_out = _held_out(tokenizer, text, context, seed) if verify else None
     more = _more(tokenizer, text, min(context, MORE_CONTEXT), seed)
-    repeated, period = stress(tokenizer, context=context, seed=seed)
+    repeated, period = _stress(tokenizer, context, window, seed)
     rehearsal = _rehearsal(tokenizer, min(context, DEPTH), seed)
     shape = shape_of(model, calibration[:1])
     facts = ModelFacts(
@@ -88,7 +89,7 @@ def diagnose(
         seconds = _stages(job, quick)
         result = _assemble(job, tokenizer, facts, options | {"verify": verify}, seconds)
         if held_out is not None:
-            other, _ = stress(tokenizer, context=context, seed=seed + 1)
+            other, _ = _stress(tokenizer, context, window, seed + 1)
             result.verification = measure_damage(job, result.heads, held_out, other, verify)
         if directory is not None:
             result.save(directory)
@@ -108,22 +109,23 @@ def _stages(job: Job, quick: bool) -> dict[str, float]:
 
 
 def _assemble(job: Job, tokenizer, facts: ModelFacts, options: dict, seconds: dict[str, float]) -> Diagnosis:
-    rank = None if options["quick"] else headline_rank(job.depth.ranks, job.shape)
-    heads = assemble.heads(job, tokenizer, rank)
+    deep = not options["quick"]
+    rank = headline_rank(job.depth.ranks, job.shape) if deep and job.depth.ranks else None
+    heads = assemble.heads(job, tokenizer, rank, deep=deep)
     judge(heads, KEEP, rank, "nats" if job.shape.labels else "of squared embedding change")
     result = Diagnosis(
         model=facts,
         options=options,
         rank=rank,
         replacement=job.depth.replacement,
-        damage_unit=None if rank is None else _unit(job.shape),
+        damage_unit=_unit(job.shape) if deep else None,
         heads=heads,
         cross=assemble.cross_rows(job),
         notes=_notes(job, options),
         seconds=seconds,
         provenance=provenance(seed=options["seed"], model=facts.name),
     )
-    return result if rank is None else result.with_pictures(assemble.patterns(job))
+    return result.with_pictures(assemble.patterns(job)) if deep else result
 
 
 def headline_rank(ranks: Sequence[int], shape: Shape) -> int:
@@ -145,6 +147,12 @@ def _notes(job: Job, options: dict) -> list[str]:
             notes.append(f"statistics of a converted model look at the first {DEPTH} tokens of each passage")
     if options["quick"]:
         return [*notes, "quick: no floors, fits or damage; verdicts go by statistics alone"]
+    if job.more:
+        notes.append(f"damage was estimated on {len(job.more)} more passages of {job.more[0].shape[1]} tokens as well")
+    if options["context"] > DEPTH:
+        notes.append(f"floors, fits and damage look at the first {DEPTH} tokens of each passage")
+    if not job.depth.ranks:
+        return [*notes, "no ranks were asked for: no floors and no ceilings, and damage is not split"]
     cuts, possible = assemble.coarsening(job)
     if job.shape.causal:
         notes.append(
@@ -156,10 +164,6 @@ def _notes(job: Job, options: dict) -> list[str]:
         )
     notes.append("unavoidable is the damage of the best weights constructed at that rank: an estimate, not a bound")
     notes.append("floors, ceilings and the unavoidable share are from the first passage, all else from every passage")
-    if job.more:
-        notes.append(f"damage was estimated on {len(job.more)} more passages of {job.more[0].shape[1]} tokens as well")
-    if options["context"] > DEPTH:
-        notes.append(f"floors, fits and damage look at the first {DEPTH} tokens of each passage")
     return notes
 
 
@@ -168,6 +172,11 @@ def _more(tokenizer, text, context: int, seed: int) -> list[Tensor]:
         with contextlib.suppress(AttngapError):
             return list(cut(tokenizer, text, context=context, count=count, seed=seed + 1).split(1))
     return []
+
+
+def _stress(tokenizer, context: int, window: int, seed: int) -> tuple[Tensor, int]:
+    """Repeated from beyond the window where the context has room for that: nearer, every replacement recalls it."""
+    return stress(tokenizer, context=context, seed=seed, period=max(PERIOD, 2 * window))
 
 
 def _rehearsal(tokenizer, length: int, seed: int) -> Tensor:
@@ -206,7 +215,7 @@ def _check(model, context, passages, ranks, window, sinks, draws, verify, quick)
     ):
         if value < least:
             raise AttngapError(f"{label} must be at least {least}, got {value}")
-    if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks) or max(ranks) >= min(context, DEPTH):
+    if ranks and (min(ranks) < 1 or len(set(ranks)) < len(ranks) or max(ranks) >= min(context, DEPTH)):
         raise AttngapError(f"ranks must be distinct, from 1 to {min(context, DEPTH) - 1}, got {list(ranks)}")
     if verify and quick:
         raise AttngapError("verify needs fitted replacements, which quick does not make. Leave out one of the two")

@@ -21,7 +21,7 @@ FIT = dataclasses.replace(QUICK, steps=20, check=20)  # a quarter of the steps g
 
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """How deep to look: the ranks, and what stays exact in a replacement."""
+    """How deep to look: the ranks of certificates (none without), and what stays exact in a replacement."""
 
     ranks: tuple[int, ...]
     replacement: Replacement
@@ -35,7 +35,7 @@ def examine(sequence: Sequence, exact: Float[Tensor, "h t dv"], depth: Depth) ->
     weights, near = sequence.weights(), depth.replacement
     out = {"pattern": pattern(weights), **reads(weights, near.window, near.sinks)}
     softmax = [head for head in range(sequence.heads) if head not in sequence.linear]
-    if softmax:
+    if softmax and depth.ranks:
         out |= _certificates(weights, sequence, softmax, depth)
     if barrier(sequence) is None:
         for name, candidate in untrained(sequence, near).items():

@@ -14,7 +14,7 @@ from attngap.errors import AttngapError
 Split = Literal["calibration", "heldout"]
 PIECES = 8  # the text is cut in this many pieces ...
 HELD_OUT = (3, 7)  # ... of which these are never calibrated on
-PERIOD = 256  # of the stress passage: longer than any window in use, short enough to be cheap
+PERIOD = 256  # of the stress passage unless a window asks for more: short enough to be cheap
 
 
 def passages(
