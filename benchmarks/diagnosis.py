@@ -3,8 +3,8 @@
     python benchmarks/diagnosis.py                     statistics at 1024, 2048, 4096 and 8192 tokens
     python benchmarks/diagnosis.py --full              a whole diagnosis with the defaults
 
-Each measurement runs in a process of its own, so that its peak memory is its own. The peak is of the sum over that process
-and its workers, pages they share counted once, sampled a few times a second (Linux).
+Each measurement runs in a process of its own, so that its peak memory is its own: of the sum over that process and its
+workers, pages they share counted once, sampled a few times a second (Linux).
 """
 
 import argparse

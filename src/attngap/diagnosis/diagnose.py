@@ -18,8 +18,8 @@ from attngap.diagnosis.verify import verify as measure_damage
 from attngap.diagnosis.work import Work, workplace
 from attngap.errors import AttngapError
 from attngap.models.plan import ModelFacts, Replacement, architecture, fingerprint
-from attngap.models.texts import passages as cut
 from attngap.models.texts import PERIOD, stress
+from attngap.models.texts import passages as cut
 from attngap.provenance import provenance
 
 KEEP = 0.1  # the share of heads that verdicts keep; a plan may keep another
