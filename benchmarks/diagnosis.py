@@ -4,7 +4,7 @@
     python benchmarks/diagnosis.py --full              a whole diagnosis with the defaults
 
 Each measurement runs in a process of its own, so that its peak memory is its own: of the sum over that process and its
-workers, pages they share counted once, sampled a few times a second (Linux).
+workers, pages they share counted once, sampled every second (Linux).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MODEL = "smollm2"
-SAMPLE = 0.3  # seconds between two looks at the memory
+SAMPLE = 1.0  # seconds between two looks at the memory, which cost some hundredths each
 
 
 def forward(context: int) -> dict[str, float]:

@@ -122,8 +122,7 @@ def _diagnosed(model, tokenizer, documents, name, keep, near, context, output, s
             documents,
             context=context,
             passages=2,
-            ranks=(64,),
-            draws=2,
+            ranks=(),  # floors explain, a plan does not go by them
             seed=seed,
             **near,
             directory=folder,

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.errors import AttngapError
 from attngap.models.texts import passages, stress
 
-SAMPLE_LENGTH = 256  # of one text the model writes; a passage holds several
-SAMPLED, REPEATED = 0.4, 0.15  # shares of the passages; the rest is text
+SAMPLE_LENGTH = 512  # of one text the model writes, beyond any window; a passage may hold several
+SAMPLED, REPEATED = 0.2, 0.15  # shares of the passages; the rest is text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +44,29 @@ def calibration(
     shares: Shares,
     *,
     context: int,
+    window: int,
     seed: int,
 ) -> Int[Tensor, "count context"]:
-    """All passages, kinds interleaved so that the last few, which judge the fit, hold some of each."""
+    """All passages, kinds interleaved; the last are one of each kind, for those judge the fit."""
     kinds = [passages(tokenizer, text, context=context, count=shares.text, seed=seed)]
     if shares.sampled:
         kinds.append(samples(model, tokenizer, context=context, count=shares.sampled, seed=seed))
     if shares.repeated:
-        kinds.append(torch.cat([repeats(tokenizer, context=context, seed=seed + i) for i in range(shares.repeated)]))
-    place = torch.cat([(torch.arange(len(kind)) + 0.5) / len(kind) for kind in kinds])
-    return torch.cat(kinds)[place.argsort(stable=True)]
+        each = [repeats(tokenizer, context=context, beyond=window, seed=seed + i) for i in range(shares.repeated)]
+        kinds.append(torch.cat(each))
+    trained = [kind[:-1] for kind in kinds]
+    place = torch.cat([(torch.arange(len(kind)) + 0.5) / len(kind) for kind in trained])
+    return torch.cat([torch.cat(trained)[place.argsort(stable=True)], *(kind[-1:] for kind in reversed(kinds))])
 
 
-def repeats(tokenizer: PreTrainedTokenizerBase, *, context: int, seed: int) -> Int[Tensor, "1 context"]:
-    """Random tokens repeated until the passage is full; the period differs from seed to seed."""
-    period = context // (2 + seed % 3)
+def repeats(tokenizer: PreTrainedTokenizerBase, *, context: int, beyond: int, seed: int) -> Int[Tensor, "1 context"]:
+    """Random tokens repeated until the passage is full; the period differs from seed to seed.
+
+    It is longer than `beyond`, where the context allows: what a window still holds needs no recall.
+    """
+    most = context // 2
+    least = min(max(beyond + 2, context // 4), most)
+    period = int(torch.randint(least, most + 1, (), generator=torch.Generator().manual_seed(seed)))
     once, _ = stress(tokenizer, context=2 * period, seed=seed + 1000, period=period)
     return once.repeat(1, 3)[:, :context]
 

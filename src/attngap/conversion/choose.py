@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from attngap.conversion.joint import divergence, outputs
+from attngap.conversion.joint import Judge, divergence, outputs, together
 from attngap.mechanisms.base import Mechanism
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
@@ -28,15 +28,11 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
 
 
 def worth(
-    original: PreTrainedModel,
-    mechanisms: Mapping[int, Mechanism],
-    keep: Keep,
-    tokens: Int[Tensor, "count context"],
-    *,
-    draws: int = 2,
-    seed: int = 0,
-) -> dict[Head, float]:
-    """What softmax in each head is worth to the model as converted now: the divergence without it minus with it.
+    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, *, seed: int = 0
+) -> tuple[dict[Head, float], Float[Tensor, " count"]]:
+    """What softmax in each head is worth to the model as converted now, and the divergence on each passage.
+
+    Worth is the divergence without softmax minus with it.
 
     With a_h the share of softmax in head h's output, o = o_replaced + a_h (o_softmax - o_replaced), the divergence is
     expanded to second order in a_h: its slope, and the Fisher information of a_h from labels drawn from the model.
@@ -48,33 +44,34 @@ def worth(
     kept = {layer: torch.tensor([(layer, h) in keep for h in range(m.heads)]) for layer, m in mechanisms.items()}
     total = {layer: torch.zeros(m.heads) for layer, m in mechanisms.items()}
     generator = torch.Generator().manual_seed(seed)
-    for passage in tokens:
-        found = _expansion(original, model, mechanisms, passage[None], draws, generator)
+    losses = []
+    for tokens, teacher in judge.pairs():
+        loss, found = _expansion(model, mechanisms, tokens, teacher, judge.labels, generator)
+        losses.append(loss)
         values = {
             layer: torch.where(kept[layer], -slope + information, -slope - information)
             for layer, (slope, information) in found.items()
         }
         scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
         for layer, value in values.items():
-            total[layer] += value / max(scale, 1e-12) / len(tokens)
-    return {(layer, head): float(x) for layer, values in total.items() for head, x in enumerate(values)}
+            total[layer] += value / max(scale, 1e-12) / len(judge.passages)
+    scores = {(layer, head): float(x) for layer, values in total.items() for head, x in enumerate(values)}
+    return scores, torch.stack(losses)
 
 
 def _expansion(
-    original: PreTrainedModel,
     model: PreTrainedModel,
     mechanisms: Mapping[int, Mechanism],
     tokens: Int[Tensor, "1 context"],
-    draws: int,
+    teacher: Tensor,
+    labels: bool,
     generator: torch.Generator,
-) -> dict[int, tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
-    """Slope and half the second derivative of the divergence in each head's share of softmax, by layer."""
-    labels = model.get_output_embeddings() is not None
+) -> tuple[Tensor, dict[int, tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]]:
+    """The divergence; slope and half the second derivative of it in each head's share of softmax, by layer."""
     shares = {i: torch.zeros(m.heads, tokens.shape[1], requires_grad=True) for i, m in mechanisms.items()}
     parts = mixed_heads(model)
     hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
     with frozen(model):
-        teacher = outputs(original, tokens)
         with torch.enable_grad():
             student = outputs(model, tokens)
         for hook in hooks:
@@ -82,14 +79,12 @@ def _expansion(
         with torch.enable_grad():
             loss = divergence(student, teacher, labels=labels)
         slopes = [g.sum(-1) for g in torch.autograd.grad(loss, list(shares.values()), retain_graph=True)]
-        squares = [torch.zeros_like(slope) for slope in slopes]
-        for _ in range(draws):
-            cotangent = _fisher_direction(student.detach(), generator, labels=labels)
-            grads = torch.autograd.grad(student, list(shares.values()), cotangent, retain_graph=True)
-            for square, grad in zip(squares, grads, strict=True):
-                # of independent labels at each token, so squares add up over tokens
-                square += grad.square().mean(-1) / 2 / draws if labels else grad.sum(-1).square() / draws
-    return {layer: (slope, square) for layer, slope, square in zip(shares, slopes, squares, strict=True)}
+        cotangent = _fisher_direction(student.detach(), generator, labels=labels)
+        grads = torch.autograd.grad(student, list(shares.values()), cotangent)
+        # of independent labels at each token, so squares add up over tokens
+        squares = [grad.square().mean(-1) / 2 if labels else grad.sum(-1).square() for grad in grads]
+    found = {layer: (slope, square) for layer, slope, square in zip(shares, slopes, squares, strict=True)}
+    return loss.detach(), found
 
 
 def _fisher_direction(out: Tensor, generator: torch.Generator, *, labels: bool) -> Tensor:
@@ -153,17 +148,6 @@ def best_of(scores: Mapping[Head, float], count: int, mechanisms: Mapping[int, M
     return frozenset(kept)
 
 
-@torch.no_grad()
-def measure(
-    original: PreTrainedModel, converted: PreTrainedModel, tokens: Int[Tensor, "count context"]
-) -> Float[Tensor, " count"]:
-    """The divergence on each passage."""
-    labels = converted.get_output_embeddings() is not None
-    return torch.stack(
-        [divergence(outputs(converted, p[None]), outputs(original, p[None]), labels=labels) for p in tokens]
-    )
-
-
 def refine(
     original: PreTrainedModel,
     mechanisms: Mapping[int, Mechanism],
@@ -177,16 +161,18 @@ def refine(
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
     if not rounds:
         return keep
-    now = measure(original, convert(original, mechanisms, keep), tokens)
-    for _ in range(rounds):
-        scores = worth(original, mechanisms, keep, tokens)
+    judge = Judge(original, tokens)
+    scores, now = worth(original, mechanisms, keep, judge)
+    for left in reversed(range(rounds)):
         tried = _trade(scores, keep, mechanisms, grouped=grouped)
-        advance()
+        advance(note=f"divergence {together(now):.4f}")
         if tried == keep:
             break
-        then = measure(original, convert(original, mechanisms, tried), tokens)
-        # geometric mean, so that halving the damage to recall counts as much as halving that to text
-        if then.clamp(min=1e-9).log().mean() >= now.clamp(min=1e-9).log().mean():
+        if left:
+            scores, then = worth(original, mechanisms, tried, judge)
+        else:
+            then = judge(convert(original, mechanisms, tried))
+        if together(then) >= together(now):
             break
         keep, now = tried, then
     return keep

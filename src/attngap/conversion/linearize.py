@@ -11,11 +11,11 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attngap.conversion.calibration import Shares, calibration
+from attngap.conversion.calibration import Shares, calibration, repeats
 from attngap.conversion.choose import Keep, best_of, convert, refine, worth
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
-from attngap.conversion.joint import fit_jointly, trainable
+from attngap.conversion.joint import Judge, fit_jointly, trainable
 from attngap.conversion.quality import on_text
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
 from attngap.conversion.replacement import build, choose_replacement
@@ -134,7 +134,8 @@ class _Run:
             done = self.work.piece("tokens")
             if done is not None:
                 return done["tokens"]
-            found = calibration(self.model, self.tokenizer, self.text, shares, context=context, seed=seed)
+            near = self.options["window"]
+            found = calibration(self.model, self.tokenizer, self.text, shares, context=context, window=near, seed=seed)
             self.work.keep("tokens", {"tokens": found})
             return found
 
@@ -170,7 +171,8 @@ class _Run:
         """Bisection over the number of kept heads, ordered by what each is worth when all are replaced."""
         target = self.options["max_ppl_ratio"]
         judged = passages(self.tokenizer, self.text, context=self.options["context"], count=2, split="heldout")
-        scores = worth(self.model, self.mechanisms, frozenset(), self.tokens[-self.heldout :])
+        judge = Judge(self.model, self.tokens[-self.heldout :])
+        scores, _ = worth(self.model, self.mechanisms, frozenset(), judge)
         grouped = self.plan.granularity == "group"
         low, high, best = 0, self._heads(), frozenset(scores)
         ratio = 1.0
@@ -200,16 +202,29 @@ class _Run:
             before, after = fit_jointly(
                 self.model,
                 converted,
-                self.tokens,
-                steps=o["joint"],
+                self._rehearsal(),
+                self.tokens[-self.heldout :],
                 rate=JOINT_RATE,
-                heldout=self.heldout,
-                seed=o["seed"],
                 work=self.work,
                 advance=advance,
             )
         self.joined = {"before": before, "after": after}
         return converted
+
+    def _rehearsal(self) -> Int[Tensor, "steps context"]:
+        """What the joint pass sees: calibration passages, every second one made way for new repeated random tokens.
+
+        Recall loses far more than text does, and repeated tokens cost nothing and never run out.
+        """
+        o, train = self.options, len(self.tokens) - self.heldout
+        generator = torch.Generator().manual_seed(o["seed"])
+        order = torch.cat([torch.randperm(train, generator=generator) for _ in range(-(-o["joint"] // train))])
+        chosen = self.tokens[order[: o["joint"]]]
+        if self.labels:
+            for step in range(0, o["joint"], 2):
+                seed = o["seed"] + 100 + step
+                chosen[step] = repeats(self.tokenizer, context=o["context"], beyond=o["window"], seed=seed)[0]
+        return chosen
 
     def receipt(self, converted: PreTrainedModel, keep: Keep, measures: Measures) -> Receipt:
         with self._stage("measuring", 1):

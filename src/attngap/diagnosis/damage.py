@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from attngap.models.capture import Call, capture
 
 MOST = 3.0  # nats a token and draw
+ROWS = 128  # tokens whose probabilities are summed at once: sums of all of them would be a second copy of the logits
 Change = Callable[[Call], Tensor]  # (..., h, t, dv): what replacements would add to the output of the call
 
 
@@ -62,10 +63,13 @@ def probes(result: Any, draws: int, generator: torch.Generator) -> Iterator[tupl
 
 
 def _labels(p: Float[Tensor, "1 t n"], draws: int, generator: torch.Generator) -> Int[Tensor, "1 t draws"]:
-    """Independent labels from p by its cumulative sums: one pass over the vocabulary for all draws."""
-    reached = p.cumsum(-1)
-    height = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype) * reached[..., -1:]
-    return torch.searchsorted(reached, height).clamp(max=p.shape[-1] - 1)
+    """Independent labels from p by its cumulative sums: one pass over the vocabulary for all draws, some rows a time."""
+    heights = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype)
+    found = []
+    for rows, height in zip(p.split(ROWS, 1), heights.split(ROWS, 1), strict=True):
+        reached = rows.cumsum(-1)
+        found.append(torch.searchsorted(reached, height * reached[..., -1:]).clamp(max=p.shape[-1] - 1))
+    return torch.cat(found, 1)
 
 
 def embedding(result: Any) -> Float[Tensor, "b d"]:
