@@ -28,16 +28,17 @@ class PlainLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, taps: int):
         super().__init__()
-        self.heads, self.taps = heads, taps
+        self.heads = heads
         self.norm = nn.LayerNorm(width)
-        self.conv = nn.Conv1d(width, width, taps, groups=width, padding=taps - 1)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.convs = nn.ModuleList(nn.Conv1d(width, width, taps, groups=width, padding=taps - 1) for _ in range(3))
         self.head_norm = nn.LayerNorm(width // heads)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        y = self.conv(y.mT)[..., : x.shape[1]].mT
-        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        parts = [f(y) for f in (self.q, self.k, self.v)]
+        parts = [F.silu(conv(part.mT)[..., : x.shape[1]].mT) for conv, part in zip(self.convs, parts, strict=True)]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return x + self.out(self.head_norm(mixed).flatten(2))
 

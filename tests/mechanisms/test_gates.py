@@ -35,14 +35,12 @@ def test_gla_gate_is_the_papers():
     torch.testing.assert_close(gate(X)[:, 1], F.logsigmoid(logit[..., 4:8]) / 16)
 
 
-def test_step_size_starts_between_a_thousandth_and_a_tenth():
-    gate = StepSizeGate("ssd", 12, 400)
-    dt = F.softplus(gate.bias)
-    assert (dt > 0.001 * 0.999).all()
-    assert (dt < 0.1 * 1.001).all()
-    assert dt.log().std() > 1  # spread over the whole range, evenly in the logarithm
-    rate = gate.log_rate.exp()
-    assert ((rate >= 1) & (rate <= 16)).all()
+@pytest.mark.parametrize("gate", [StepSizeGate("ssd", 12, 4), StepSizeGate("kda", 12, 2, 4, rank=4)])
+def test_step_sizes_start_evenly_between_a_thousandth_and_a_tenth(gate):
+    dt = F.softplus(gate.bias).view(-1, 4)
+    wanted = 10 ** torch.tensor([-2.75, -2.25, -1.75, -1.25])
+    torch.testing.assert_close(dt, wanted.expand_as(dt))
+    assert (gate.log_rate == 0).all()
 
 
 def test_half_precision_gates_are_computed_in_float32():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from attngap.errors import AttngapError
 from attngap.mechanisms.catalogue import catalogue, mechanism
 from attngap.probes.mixers import match_state, parse
-from attngap.probes.model import Decoder, ModelOptions, Rotary, ShortConvolution, replicate
+from attngap.probes.model import Decoder, ModelOptions, Projection, Rotary, replicate
 from attngap.probes.tasks.base import stream
 from attngap.probes.tasks.catalogue import task
 
@@ -40,12 +40,18 @@ def test_asking_at_some_places_changes_nothing():
     torch.testing.assert_close(model(inputs, where), whole[torch.arange(3)[:, None], where])
 
 
-def test_convolution_equals_conv1d():
-    conv = ShortConvolution(6, 4)
+def test_projection_is_linear_then_conv1d_then_silu():
+    project = Projection(6, 10, 4)
     x = torch.randn(2, 9, 6)
-    kernel = conv.taps.flip(0).T[:, None]  # (channels, 1, taps), oldest first
-    wanted = F.conv1d(F.pad(x.mT, (3, 0)), kernel, groups=6).mT
-    torch.testing.assert_close(conv(x), wanted)
+    kernel = project.taps.flip(0).T[:, None]  # (channels, 1, taps), oldest first
+    convolved = F.conv1d(F.pad(F.linear(x, project.weight).mT, (3, 0)), kernel, groups=10).mT
+    torch.testing.assert_close(project(x), F.silu(convolved))
+
+
+def test_projection_without_taps_is_linear():
+    project = Projection(6, 10, 0)
+    x = torch.randn(2, 9, 6)
+    torch.testing.assert_close(project(x), x @ project.weight.T)
 
 
 def test_rotary_products_depend_on_the_distance_only():

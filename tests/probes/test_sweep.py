@@ -47,10 +47,10 @@ def test_repeats_are_dropped_and_all_means_the_catalogue():
     assert sorted(names) == sorted(catalogue())
 
 
-def test_one_seed_of_everything_comes_first():
+def test_grid_after_grid_and_in_each_one_seed_before_the_next():
     other = {**GRID, "tasks": ["mqar"], "task": {"length": 16, "pairs": 2, "vocabulary": 16}}
-    order = [(spec["seed"], spec["task"]) for spec in read_sweep({"grid": [GRID, other]})[1]]
-    assert order == [(seed, name) for seed in range(3) for name in ["copy"] * 4 + ["mqar"] * 4]
+    order = [(spec["task"], spec["seed"]) for spec in read_sweep({"grid": [GRID, other]})[1]]
+    assert order == [(name, seed) for name in ("copy", "mqar") for seed in range(3) for _ in range(4)]
 
 
 def test_a_run_in_this_process_can_be_watched(tmp_path):

@@ -25,7 +25,7 @@ class ModelOptions:
     layers: int = 2
     head_dim: int = 0
     positions: str = "none"  # or "learned", or "rotary" on queries and keys
-    conv: int = 3  # taps of the short convolution before the projections, for every mechanism alike; 0 for none
+    conv: int = 3  # taps of a short convolution with SiLU on q, k and v, for every mechanism alike; 0 for neither
     mlp: int = 0  # hidden width over width; 0 for none
     output_norm: bool = True  # each head's output to unit mean square before the last projection
 
@@ -129,9 +129,8 @@ class Layer(nn.Module):
         self.mechanism, self.rotary, self.options = mechanism, rotary, options
         width, heads = options.width, options.heads
         self.norm = nn.LayerNorm(width)
-        self.conv = ShortConvolution(width, options.conv) if options.conv else None
         self.sizes = [heads * options.key_dim, heads * options.key_dim, heads * options.value_dim]
-        self.project = nn.Linear(width, sum(self.sizes), bias=False)  # q, k and v in one product
+        self.project = Projection(width, sum(self.sizes), options.conv)  # q, k and v in one product
         self.out = nn.Linear(width, width, bias=False)
         self.gain = nn.Parameter(torch.ones(width)) if options.output_norm else None
         self.mlp = Mlp(width, options.mlp * width) if options.mlp else None
@@ -139,9 +138,8 @@ class Layer(nn.Module):
     def forward(self, x: Float[Tensor, "b t w"], where: Int[Tensor, "b s"] | None = None) -> Float[Tensor, "b s w"]:
         """The new x, at all places or only `where`: nothing after the mixing looks at other places."""
         y = self.norm(x)
-        if self.conv is not None:
-            y = self.conv(y)
-        q, k, v = (part.unflatten(-1, (self.options.heads, -1)).transpose(1, 2) for part in self._split(y))
+        parts = self.project(y).split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.options.heads, -1)).transpose(1, 2) for part in parts)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         x_of_gates = y.to(q.dtype) if self.mechanism.gated else None  # autocast leaves y in float32
@@ -154,9 +152,6 @@ class Layer(nn.Module):
         mixed = mixed.flatten(2)
         x = x + self.out(mixed if self.gain is None else mixed * self.gain)
         return x if self.mlp is None else x + self.mlp(x)
-
-    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
-        return self.project(y).split(self.sizes, dim=-1)
 
 
 def _pick(x: Tensor, where: Tensor) -> Tensor:
@@ -174,23 +169,31 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))
 
 
-class ShortConvolution(nn.Module):
-    """y_i = sum_j w_j x_(i-j), each channel by itself; starts as the identity plus a little of the past."""
+class Projection(nn.Module):
+    """silu(sum_j w_j * (W x_(i-j))): a linear map, a short convolution of each channel, SiLU (2312.00752, 2406.06484).
 
-    def __init__(self, width: int, taps: int):
+    Scores that may be negative, as those of gated and delta-rule attention, average to nothing at the start and hardly
+    learn to recall; SiLU makes most of them positive. With no taps it is the linear map alone.
+    """
+
+    def __init__(self, width: int, outputs: int, taps: int):
         super().__init__()
-        self.taps = nn.Parameter(torch.randn(taps, width) * 0.5 * taps**-0.5)
-        with torch.no_grad():
-            self.taps[0] += 1.0
+        self.weight = nn.Parameter(nn.Linear(width, outputs, bias=False).weight.detach())
+        self.taps = None
+        if taps:
+            self.taps = nn.Parameter(torch.randn(taps, outputs) * 0.5 * taps**-0.5)
+            with torch.no_grad():
+                self.taps[0] += 1.0  # the identity plus a little of the past
 
-    def forward(self, x: Float[Tensor, "b t w"]) -> Float[Tensor, "b t w"]:
-        t = x.shape[1]
-        padded = F.pad(x, (0, 0, len(self.taps) - 1, 0))
-        # Shifted sums: a grouped conv1d is several times slower on a CPU at these widths.
-        return sum(
-            (padded[:, len(self.taps) - 1 - j :][:, :t] * tap for j, tap in enumerate(self.taps)),
-            start=torch.zeros((), dtype=x.dtype, device=x.device),
-        )
+    def forward(self, x: Float[Tensor, "b t w"]) -> Float[Tensor, "b t o"]:
+        if self.taps is None:
+            return F.linear(x, self.weight)
+        t, past = x.shape[1], len(self.taps) - 1
+        padded = F.pad(x, (0, 0, past, 0))
+        # One product with the taps in its weights: passes over q, k and v for every tap would cost more.
+        shifted = torch.cat([padded[:, past - j :][:, :t] for j in range(past + 1)], dim=-1)  # (b, t, taps w)
+        weight = (self.taps[:, :, None] * self.weight).transpose(0, 1).flatten(1)  # (o, taps w)
+        return F.silu(F.linear(shifted, weight))
 
 
 class Rotary(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 from attngap.errors import unknown
 
 RATES = (4e-3, 1.5e-3)
+RECALL_RATES = (1e-2, 4e-3)  # one layer and a tied head: the delta rule needs the larger one to learn in time
 ONE_ANSWER = {"validation": 2048, "test": 8192}  # where a sequence asks one question, more of them
 
 
@@ -25,6 +26,7 @@ PRESETS: dict[str, Preset] = {
         task={"length": 64, "pairs": 16, "vocabulary": 256},
         model={"width": 32, "heads": 2, "layers": 1},
         train={"steps": 500},
+        learning_rates=RECALL_RATES,
         published="Zoology (2312.04927), Based (2402.18668): softmax solves it at every width, others need a "
         "state that grows with the pairs.",
     ),
@@ -44,6 +46,7 @@ PRESETS: dict[str, Preset] = {
         task={"passage": 24, "queries": 12, "vocabulary": 128},
         model={"width": 32, "heads": 2, "layers": 1, "positions": "learned"},
         train={"steps": 500},
+        learning_rates=RECALL_RATES,
         published="2209.11895 describes the softmax circuit; no ranking is published for this shuffled form.",
     ),
     "needle": Preset(
@@ -69,6 +72,7 @@ PRESETS: dict[str, Preset] = {
         task={"pairs": 8},
         model={"width": 32, "heads": 2, "layers": 1},
         train={"steps": 400},
+        learning_rates=RECALL_RATES,
         published="MAD (2403.17844) defines it with keys and values of varying length; no ranking for fixed ones.",
     ),
     "text": Preset(

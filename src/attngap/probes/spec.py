@@ -14,7 +14,7 @@ from attngap.probes.tasks.catalogue import task as make_task
 from attngap.probes.train import TrainOptions
 
 # Raise it when tasks, model or trainer change so that old numbers no longer hold: old rows are then recomputed.
-REVISION = 1
+REVISION = 2
 
 T = TypeVar("T", ModelOptions, TrainOptions)
 Spec = dict[str, Any]

@@ -32,9 +32,9 @@ GRID = ("tasks", "mechanisms", "seeds", "learning_rates", "state", "task", "mode
 
 
 def load_sweep(path: str | Path) -> tuple[str, list[Spec]]:
-    """The name of a sweep and its specs, without repeats: all of the first seed, then all of the next.
+    """The name of a sweep and its specs, without repeats: grid after grid, in each all of one seed before the next.
 
-    Within a seed they follow the file, so that a sweep that was stopped shows the whole picture with fewer seeds.
+    So a sweep that was stopped shows its first grids whole, or with fewer seeds.
     """
     path = Path(path)
     if not path.is_file():
@@ -58,11 +58,11 @@ def read_sweep(table: Mapping[str, Any], default_name: str = "sweep") -> tuple[s
     if not isinstance(grids, list) or not grids:
         raise AttngapError("a sweep needs at least one [[grid]]")
     specs = {spec_key(spec): spec for grid in grids for spec in expand(grid)}
-    return name, sorted(specs.values(), key=lambda spec: spec["seed"])
+    return name, list(specs.values())
 
 
 def expand(grid: Mapping[str, Any]) -> list[Spec]:
-    """Every combination of one [[grid]]."""
+    """Every combination of one [[grid]], all of the first seed, then all of the next."""
     _known("key of [[grid]]", grid, GRID)
     mechanisms = _names(grid, "mechanisms")
     if "all" in mechanisms:
@@ -87,7 +87,7 @@ def expand(grid: Mapping[str, Any]) -> list[Spec]:
                         state=state,
                     )
                 )
-    return specs
+    return sorted(specs, key=lambda spec: spec["seed"])
 
 
 def _known(kind: str, table: Mapping[str, Any], allowed: tuple[str, ...]) -> None:

@@ -152,8 +152,20 @@ def stream(split: str, seed: int, index: int = 0) -> torch.Generator:
 
 
 def distinct(count: int, low: int, high: int, picks: int, generator: torch.Generator) -> Int[Tensor, "count picks"]:
-    """Each row: `picks` different integers from low to high - 1, in random order."""
-    return torch.rand(count, high - low, generator=generator).topk(picks, dim=1).indices + low
+    """Each row: `picks` different integers from low to high - 1, in random order.
+
+    The first `picks` exchanges of a Fisher-Yates shuffle, all rows at once: it draws picks numbers a row and not
+    high - low, and sorts nothing.
+    """
+    span = high - low
+    uniform = torch.rand(picks, count, generator=generator, dtype=torch.float64)
+    other = (uniform * torch.arange(span, span - picks, -1)[:, None]).long() + torch.arange(picks)[:, None]
+    cards = torch.arange(low, high, dtype=torch.int32)[:, None].repeat(1, count)  # (span, count)
+    for i, place in enumerate(other):
+        drawn = cards.gather(0, place[None])
+        cards.scatter_(0, place[None], cards[i : i + 1].clone())
+        cards[i] = drawn[0]
+    return cards[:picks].T.long()
 
 
 def build(classes: tuple[type[Task], ...], name: str, options: dict[str, Any]) -> Task:

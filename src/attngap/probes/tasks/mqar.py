@@ -52,8 +52,9 @@ class Mqar(Task):
         inputs[:, 0 : 2 * self.pairs : 2] = keys
         inputs[:, 1 : 2 * self.pairs : 2] = values
         places = (self.length - 2 * self.pairs) // 2
-        law = torch.arange(1, places + 1, dtype=torch.float64) ** (self.power - 1)
-        gaps = torch.multinomial(law.expand(count, -1), self.pairs, generator=generator)  # without replacement
+        # Without replacement: of exponential clocks with rates p(x), the first to ring.
+        clocks = -torch.rand(count, places, generator=generator).log()
+        gaps = (clocks * torch.arange(1, places + 1) ** (1 - self.power)).argsort(dim=1)[:, : self.pairs]
         where = 2 * self.pairs + 2 * gaps
         return Batch(inputs.scatter_(1, where, keys), where, values)
 
