@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from attngap.ops import native
+
 Call = Callable[[], Tensor]
 ENOUGH = 7  # calls of a quick implementation, the best of which counts
 PATIENCE = 1.0  # seconds for one implementation: a slow one is called twice, no more often
@@ -50,8 +52,8 @@ def extra_mb(call: Call, kept: int) -> float:
 
 
 def operations(call: Call) -> int:
-    """Additions and multiplications in the matrix products of a call."""
-    with FlopCounterMode(display=False) as counter:
+    """Additions and multiplications of a call, as the products of matrices that it is without compiled kernels."""
+    with FlopCounterMode(display=False) as counter, native.off():
         call()
     return counter.get_total_flops()
 

@@ -44,8 +44,12 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 def _print(records: list[dict[str, Any]]) -> None:
     from rich.console import Console
 
+    from attngap.ops import native
+
     console = Console()
     console.print(_ops_table([r for r in records if r["op"] not in ("mechanism", "crossover")]))
+    if not native.available():
+        console.print("attngap's compiled kernels are off: pip install 'attngap[native]'", style="dim")
     console.print("times faster: how many times longer the peer takes than attngap.", style="dim")
     missing = {r["implementation"]: r["missing"] for r in records if "missing" in r}
     for name, reason in missing.items():

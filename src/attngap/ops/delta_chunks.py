@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops import groups, pages
+from attngap.ops import groups, native, pages
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
 from attngap.ops.groups import Folded, Span, spans
 from attngap.ops.linear_chunks import Setting
+from attngap.ops.native import call
 
 
 class DeltaChunks(torch.autograd.Function):
@@ -28,6 +29,10 @@ class DeltaChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, S, mask, setting: Setting):
+        ctx.save_for_backward(q, k, v, beta, log_decay, S, mask)
+        ctx.setting, ctx.native = setting, native.usable(q, k, v, beta, log_decay, state=S)
+        if ctx.native:
+            return call.delta_forward(q, k, v, beta, log_decay, S, mask)
         run = Run(q, k, v, beta, log_decay, mask, setting)
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
         rows, state = run.folded(out), S.flatten(0, 1).clone()
@@ -39,14 +44,15 @@ class DeltaChunks(torch.autograd.Function):
                 run.scores[:, :queries], run.U, out=run.scratch("top", *run.scores[:, :queries].shape[:2], v.shape[-1])
             )
             rows.write(span, run.by_lanes(top.add_(seen[:, :queries])))
-        ctx.save_for_backward(q, k, v, beta, log_decay, S, mask)
-        ctx.setting = setting
         return out, state.unflatten(0, (-1, setting.heads))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, dS):
         q, k, v, beta, log_decay, S, mask = ctx.saved_tensors
+        if ctx.native and q.shape[1] == k.shape[1]:
+            wanted = ctx.needs_input_grad[4]
+            return *call.delta_backward(q, k, v, beta, log_decay, S, mask, d_out, dS, wanted), None, None
         run = Run(q, k, v, beta, log_decay, mask, ctx.setting)
         grads = Grads(run, q, k, v, beta, log_decay, d_out)
         waiting, state = Waiting(run, grads.v), S.flatten(0, 1).clone()

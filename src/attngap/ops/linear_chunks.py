@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops import groups, pages
+from attngap.ops import groups, native, pages
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
 from attngap.ops.groups import Folded, Span, spans
+from attngap.ops.native import call
 
 EPS = 1e-6  # the rule for vanishing normalizers, stated in `naive.linear_attention`
 
@@ -36,6 +37,11 @@ class LinearChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, S, z, mask, setting: Setting):
+        ctx.setting, ctx.native = setting, native.usable(q, k, v, log_decay, state=S)
+        if ctx.native:
+            out, after_S, after_z = call.linear_forward(q, k, v, log_decay, S, z, mask)
+            ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
+            return out, after_S, after_z
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
         after_S, after_z = _like(S), None if z is None else _like(z)
         for lanes, run in runs(q, k, v, log_decay, mask, setting):
@@ -48,13 +54,15 @@ class LinearChunks(torch.autograd.Function):
                 place.finish(None if before.z is None else safe(_normalizer(scores, run.read, before.z)).reciprocal_())
             state.put(lanes(after_S), lanes.maybe(after_z))
         ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
-        ctx.setting = setting
         return out, after_S, after_z
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, dS, dz):
         q, k, v, log_decay, S, z, mask, out = ctx.saved_tensors
+        if ctx.native:
+            wanted = ctx.needs_input_grad[3]
+            return *call.linear_backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted), None, None
         found = [pages.empty_like(x) for x in (q, k, v)]
         d_decay = pages.empty_like(log_decay) if ctx.needs_input_grad[3] else None
         before_S, before_z = _like(S), None if z is None else _like(z)

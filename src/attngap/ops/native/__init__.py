@@ -1,0 +1,66 @@
+"""Kernels compiled on this machine, for CPUs: one loop over the tokens of a head instead of many calls over chunks.
+
+They need numba (`pip install "attngap[native]"`); without it, and for what they do not cover, the ops compute the same
+in torch. `ATTNGAP_NATIVE=0` turns them off.
+"""
+
+import concurrent.futures
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PANEL = 128  # bytes: two vectors, two lines of the cache, which no vector should lie across
+LARGEST = 2**20  # bytes of a state: a larger one leaves the cache of a core
+ALONE = 2**20  # state updates times tokens: below, a second thread costs more than it saves
+
+_on = contextvars.ContextVar("native", default=True)
+
+
+def usable(*tensors: Tensor | None, state: Tensor) -> bool:
+    """On the CPU, float32 or float64, a state small enough to stay in a core's cache."""
+    if not _on.get() or not available() or state.shape[2] * state.shape[3] * state.element_size() > LARGEST:
+        return False
+    return all(x is None or (x.device.type == "cpu" and x.dtype == state.dtype) for x in (*tensors, state))
+
+
+@functools.cache
+def available() -> bool:
+    return os.environ.get("ATTNGAP_NATIVE") != "0" and importlib.util.find_spec("numba") is not None
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Inside, the ops compute in torch."""
+    token = _on.set(False)
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work: int, scratch: int) -> None:
+    """kernel(*arguments, zero of the type, scratch, first, last) over all lanes, by as many threads as torch has."""
+    zero = np.float32(0) if dtype == torch.float32 else np.float64(0)
+    threads = 1 if work < ALONE else min(lanes, torch.get_num_threads())
+    held = torch.zeros(threads, scratch + PANEL, dtype=torch.uint8)
+    parts = [
+        (*arguments, zero, -(-part.data_ptr() // PANEL) * PANEL, lanes * i // threads, lanes * (i + 1) // threads)
+        for i, part in enumerate(held)
+    ]
+    waiting = [_pool(os.getpid()).submit(kernel, *part) for part in parts[1:]]
+    kernel(*parts[0])
+    for part in waiting:
+        part.result()
+
+
+@functools.cache
+def _pool(process: int) -> concurrent.futures.ThreadPoolExecutor:
+    """One a process: threads do not survive a fork."""
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="attngap")

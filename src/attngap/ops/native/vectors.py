@@ -1,0 +1,166 @@
+"""Vectors of 64 bytes inside compiled kernels: sixteen float32 or eight float64, kept in registers.
+
+A compiler that vectorizes loops by itself must first prove that arrays do not overlap, and it chooses narrow registers.
+These few operations say what is meant; where registers are narrower than 64 bytes LLVM cuts the vectors into several.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+BYTES = 64
+
+
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "fastmath": {"contract"}, "error_model": "numpy"}
+
+
+def kernel(f: Callable) -> Callable[..., Any]:
+    """Compiled on first use, once for each type of its arguments, and kept on disk; runs without Python's lock.
+
+    `contract` lets a product and a sum be one instruction; sums keep their order. What is on disk is renewed when the
+    file of a kernel changes, not when a kernel it calls from another file does: while working on those, set
+    NUMBA_CACHE_DIR to a fresh folder.
+    """
+    return numba.njit(**OPTIONS)(inspect.unwrap(f))  # without what checks types under test
+
+
+def primitive(f: Callable) -> Callable[..., Any]:
+    """An operation that is a few instructions of LLVM; called without its first argument."""
+    return intrinsic(inspect.unwrap(f))
+
+
+class Vector(types.Type):
+    def __init__(self, dtype: types.Float):
+        self.dtype = dtype
+        super().__init__(f"Vector({dtype})")
+
+
+def _ir(dtype: types.Float) -> ir.VectorType:
+    element = ir.FloatType() if dtype.bitwidth == 32 else ir.DoubleType()
+    return ir.VectorType(element, 8 * BYTES // dtype.bitwidth)
+
+
+@register_model(Vector)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager, vector: Vector):
+        super().__init__(manager, vector, _ir(vector.dtype))
+
+
+@primitive
+def load(typing_context, address, like):
+    """The vector at an address, of elements like the number."""
+    vector = Vector(like)
+
+    def generate(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], _ir(like).as_pointer())
+        return builder.load(place, align=like.bitwidth // 8)
+
+    return vector(types.intp, like), generate
+
+
+@primitive
+def store(typing_context, address, vector):
+    def generate(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], _ir(vector.dtype).as_pointer())
+        builder.store(arguments[1], place, align=vector.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, vector), generate
+
+
+@primitive
+def get(typing_context, address, like):
+    """The number at an address, of the type of the other one."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], context.get_data_type(like).as_pointer()))
+
+    return like(types.intp, like), generate
+
+
+@primitive
+def put(typing_context, address, number):
+    def generate(context, builder, signature, arguments):
+        builder.store(arguments[1], builder.inttoptr(arguments[0], arguments[1].type.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, number), generate
+
+
+@primitive
+def like_size(typing_context, like):
+    """Bytes of a number, known when the kernel is compiled."""
+    size = like.bitwidth // 8
+    return types.intp(like), lambda context, builder, signature, arguments: context.get_constant(types.intp, size)
+
+
+@primitive
+def number(typing_context, value, like):
+    """The value in the type of the other number: an integer or a float64 would widen what it is added to."""
+
+    def generate(context, builder, signature, arguments):
+        return context.cast(builder, arguments[0], value, like)
+
+    return like(value, like), generate
+
+
+@primitive
+def splat(typing_context, number):
+    """The number in every place."""
+
+    def generate(context, builder, signature, arguments):
+        vector = _ir(signature.return_type.dtype)
+        nothing = ir.Constant(vector, ir.Undefined)
+        one = builder.insert_element(nothing, arguments[0], ir.Constant(ir.IntType(32), 0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+        return builder.shuffle_vector(one, nothing, zeros)
+
+    return Vector(number)(number), generate
+
+
+@primitive
+def times(typing_context, x, y):
+    return x(x, y), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+
+
+@primitive
+def plus(typing_context, x, y):
+    return x(x, y), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+
+
+@primitive
+def fma(typing_context, x, y, z):
+    """x * y + z, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        vector = _ir(signature.return_type.dtype)
+        f = ir.FunctionType(vector, [vector] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, f, f"llvm.fma.{_suffix(vector)}"), arguments)
+
+    return x(x, y, z), generate
+
+
+@primitive
+def total(typing_context, x):
+    """The sum of the elements, in no particular order."""
+
+    def generate(context, builder, signature, arguments):
+        vector = _ir(signature.args[0].dtype)
+        f = ir.FunctionType(vector.element, [vector.element, vector])
+        name = f"llvm.vector.reduce.fadd.{_suffix(vector)}"
+        start = ir.Constant(vector.element, 0.0)
+        reduce = cgutils.get_or_insert_function(builder.module, f, name)
+        return builder.call(reduce, [start, arguments[0]], fastmath=("reassoc",))
+
+    return x.dtype(x), generate
+
+
+def _suffix(vector: ir.VectorType) -> str:
+    return f"v{vector.count}f{32 if isinstance(vector.element, ir.FloatType) else 64}"

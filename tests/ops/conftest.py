@@ -1,0 +1,14 @@
+import contextlib
+
+import pytest
+
+from attngap.ops import native
+
+
+@pytest.fixture(params=["native", "torch"], scope="module")
+def both_ways(request):
+    """Every test of a module that uses it runs with the compiled kernels and without."""
+    if request.param == "native" and not native.available():
+        pytest.skip("numba is not installed")
+    with contextlib.nullcontext() if request.param == "native" else native.off():
+        yield

@@ -1,0 +1,75 @@
+"""The compiled kernels: when they are used, in threads, after a fork."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from attngap.ops import delta_attention, linear_attention, native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="numba is not installed")
+
+
+def made(dtype=torch.float32, t=96, r=32):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.rand(2, 3, t, r, generator=generator, dtype=dtype) / r for _ in range(2))
+    return q, k, torch.randn(2, 3, t, 32, generator=generator, dtype=dtype), torch.rand(2, 3, t, generator=generator)
+
+
+def outcome():
+    q, k, v, beta = (x.requires_grad_() for x in made())
+    rows = linear_attention(q, k, v)[0] + delta_attention(q, k, v, beta, log_decay=-beta)[0]
+    return [rows.detach(), *torch.autograd.grad(rows.square().sum(), (q, k, v, beta))]
+
+
+def test_used_where_they_can_be():
+    q, k, v, _ = made()
+    state = torch.zeros(2, 3, 32, 32)
+    assert native.usable(q, k, v, None, state=state)
+    assert not native.usable(q.bfloat16(), k, v, state=state)
+    assert not native.usable(q, k, v, state=torch.zeros(1, 1, 1, 1).expand(2, 3, 1024, 1024))
+    with native.off():
+        assert not native.usable(q, k, v, state=state)
+    assert native.usable(q, k, v, state=state)
+
+
+def test_turned_off_by_the_environment(monkeypatch):
+    monkeypatch.setenv("ATTNGAP_NATIVE", "0")
+    native.available.cache_clear()
+    try:
+        assert not native.available()
+    finally:
+        native.available.cache_clear()
+
+
+def test_the_number_of_threads_changes_nothing(monkeypatch):
+    monkeypatch.setattr(native, "ALONE", 0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = outcome()
+        torch.set_num_threads(2)
+        for one, two in zip(alone, outcome(), strict=True):
+            assert torch.equal(one, two)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_child(queue):
+    queue.put([x.tolist() for x in outcome()])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_threads_are_made_anew_after_a_fork(monkeypatch):
+    monkeypatch.setattr(native, "ALONE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    expected = outcome()  # starts the threads of this process
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    try:
+        found = queue.get(timeout=60)
+    finally:
+        child.kill()
+    assert found == [x.tolist() for x in expected]
