@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from attngap.probes.spec import build, make_spec
 from attngap.probes.tasks.base import stream
-from attngap.probes.train import Trainer
+from attngap.probes.train import BLOCK, Trainer
 from attngap.provenance import provenance
 
-ROUNDS = 5
+ROUNDS = 15
 LONG = {"length": 4096, "pairs": 64, "vocabulary": 256}
 
 
@@ -117,7 +117,7 @@ def measure() -> dict:
     torch.manual_seed(0)
     spec = make_spec("mqar", "softmax")
     tokens = spec["task_options"]["length"] * spec["train"]["batch"]
-    step = seconds({"plain": plain_step(spec), "ours": our_step(spec), "bare": bare_step(spec)}, 32)
+    step = seconds({"plain": plain_step(spec), "ours": our_step(spec), "bare": bare_step(spec)}, BLOCK)
     long = {
         name: our_step(make_spec("mqar", name, task_options=LONG, train={"batch": 1}))
         for name in ("softmax", "elu", "gla", "gated-delta")

@@ -92,3 +92,26 @@ def test_crossover(second, expected):
 def test_what_was_not_measured_is_not_drawn(rows):
     holes = [row | {"floor": float("nan")} for row in rows]
     assert {row["floor"] for row in drawn(heads.head_map(holes, "floor"))} == {None}
+
+
+def scored(mechanism, state_floats, score, predicted=None):
+    around = {"low": score - 0.1, "high": score + 0.1, "predicted": predicted}
+    return {"mechanism": mechanism, "state_floats": state_floats, "score": score, **around}
+
+
+def test_names_of_mechanisms_stand_beside_their_largest_state_and_apart():
+    points = [scored("elu", 500, 0.2), scored("gla", 500, 0.2), scored("mala", 510, 0.21), scored("elu", 4000, 1.0)]
+    placed = {label["mechanism"]: label for label in probes.place_labels(points)}
+    assert placed["elu"]["state_floats"] == 4000
+    assert placed["elu"]["place"] == 1.0
+    assert placed["gla"]["place"] == 0.2
+    assert placed["mala"]["place"] == pytest.approx(0.2 + 0.8 * probes.LINE)
+
+
+def test_only_mechanisms_at_several_sizes_have_a_color():
+    points = [scored("elu", 500, 0.2, 0.5), scored("elu", 900, 0.3, 0.6), scored("softmax", 900, 1.0)]
+    svg = vl_convert.vegalite_to_svg(probes.score_against_state(points, "accuracy", 0.1, 1.0).to_dict())
+    assert svg.count(f'fill="{probes.COLORS[0]}"') == 3  # two points and a name
+    assert "predicted for a random memory" in svg
+    one = probes.score_against_state(points[2:], "accuracy", 0.1, 1.0).to_dict()
+    assert "predicted for a random memory" not in vl_convert.vegalite_to_svg(one)

@@ -1,43 +1,89 @@
 """Pictures of probe runs."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
-from attngap.charts.frame import Row, altair, rows
+from attngap.charts.frame import GRAY, SERIES, Row, altair, rows
+
+LINE = 0.045  # height of a line of text, as a share of the picture's
+COLORS = (*SERIES[:-1], "#8c6d31")
+COLUMN = 0.12  # labels whose points are closer than this, as a share of the width, must not overlap
 
 
 def score_against_state(points: Sequence[Row], metric: str, chance: float, best: float | None):
-    """One point a mechanism and size, with its confidence interval; gray is what theory predicts for that state.
+    """One point a mechanism and size, with its confidence interval; dotted is what theory predicts for that state.
 
-    Rows: mechanism, state_floats, score, low, high, predicted.
+    Rows: mechanism, state_floats, score, low, high, predicted. Mechanisms at several sizes get a color and a line, the
+    others stay gray; each has its name beside its last point, so that no legend of twenty colors is needed.
     """
     alt = altair()
-    base = alt.Chart(rows(points))
-    few = len({point["mechanism"] for point in points}) <= 10
-    x = alt.X(
-        "state_floats:Q",
-        scale=alt.Scale(type="log"),
-        title="state after the whole sequence, floats",
-    )
+    several = [name for name in _names(points) if sum(point["mechanism"] == name for point in points) > 1]
+    colors = dict(zip(several, itertools.cycle(COLORS), strict=False))
+    points = [{**point, "color": colors.get(point["mechanism"], GRAY)} for point in points]
+    low, high = (f(point["state_floats"] for point in points) for f in (min, max))
+    scale = alt.Scale(type="log", domain=[low * 0.9, max(high, 2 * low) * 1.5], nice=False)
+    x = alt.X("state_floats:Q", scale=scale, title="state after the whole sequence, floats")
     y = alt.Y("score:Q", title=metric, scale=alt.Scale(zero=False))
-    color = alt.Color(
-        "mechanism:N",
-        scale=alt.Scale(scheme="tableau10" if few else "tableau20"),
-        title=None,
-        legend=alt.Legend(orient="top", columns=4),
-    )
+    color = alt.Color("color:N", scale=None)
+    base = alt.Chart(rows(points))
     tips = ["mechanism:N", alt.Tooltip("score:Q", format=".3f"), alt.Tooltip("state_floats:Q", format=",")]
+    levels = [{"level": chance, "name": "chance"}]
+    if best is not None:
+        levels.append({"level": best, "name": "best"})
+    level = alt.Chart(rows(levels))
     layers = [
-        base.mark_rule(strokeWidth=2, opacity=0.6).encode(
+        level.mark_rule(strokeDash=[2, 3], color=GRAY).encode(y="level:Q"),
+        level.mark_text(align="right", dx=-2, dy=-6, color=GRAY).encode(
+            x=alt.value("width"), y="level:Q", text="name:N"
+        ),
+        base.mark_rule(strokeWidth=2, opacity=0.5).encode(
             x=x, y=alt.Y("low:Q", title=metric), y2="high:Q", color=color
         ),
-        base.mark_line(strokeWidth=1, opacity=0.6).encode(x=x, y=y, color=color),
-        base.mark_point(filled=True, size=90).encode(x=x, y=y, color=color, tooltip=tips),
-        alt.Chart(rows([{"level": chance}])).mark_rule(strokeDash=[2, 3]).encode(y="level:Q"),
+        base.mark_line(strokeWidth=1.5).encode(x=x, y=y, color=color, detail="mechanism:N"),
+        base.mark_point(filled=True, size=50, opacity=1).encode(x=x, y=y, color=color, tooltip=tips),
+        *_predicted(points, x, metric),
+        alt.Chart(rows(place_labels(points)))
+        .mark_text(align="left", dx=7)
+        .encode(x=x, y=alt.Y("place:Q", title=metric), text="mechanism:N", color=color),
     ]
-    if best is not None:
-        layers.append(alt.Chart(rows([{"level": best}])).mark_rule(strokeDash=[6, 3]).encode(y="level:Q"))
-    if any(point.get("predicted") is not None for point in points):
-        known = [point for point in points if point.get("predicted") is not None]
-        line = alt.Chart(rows(known, ["state_floats", "predicted"])).mark_line(strokeDash=[1, 2], point=True)
-        layers.append(line.encode(x=x, y=alt.Y("predicted:Q", title=metric), color=alt.value("#808892")))
     return alt.layer(*layers).properties(width="container", height=280)
+
+
+def _predicted(points: Sequence[Row], x, metric: str) -> list:
+    """The limit for random memories: of several ranks at about one size, the lower one is drawn."""
+    known: dict[int, Row] = {}
+    for point in sorted(points, key=lambda point: -(point.get("predicted") or 0.0)):
+        if point.get("predicted") is not None:
+            known[point["state_floats"]] = point
+    if not known:
+        return []
+    alt = altair()
+    y = alt.Y("predicted:Q", title=metric)
+    line = alt.Chart(rows(list(known.values()), ["state_floats", "predicted"]))
+    first = min(known)
+    above = max(known[size]["predicted"] for size in known if size <= 2 * first)  # the name is about that long
+    name = alt.Chart(rows([{"state_floats": first, "predicted": above, "name": "predicted for a random memory"}]))
+    return [
+        line.mark_line(strokeDash=[1, 3], strokeWidth=2, color=GRAY).encode(x=x, y=y),
+        name.mark_text(align="left", dy=-9, color=GRAY).encode(x=x, y=y, text="name:N"),
+    ]
+
+
+def place_labels(points: Sequence[Row]) -> list[Row]:
+    """The largest point of each mechanism with `place`, the height of its name: near the point, clear of the others."""
+    last = [max((p for p in points if p["mechanism"] == n), key=lambda p: p["state_floats"]) for n in _names(points)]
+    scores = [point["score"] for point in points]
+    line = LINE * max(max(scores) - min(scores), 1e-9)
+    sizes = [math.log(point["state_floats"]) for point in points]
+    column = COLUMN * max(max(sizes) - min(sizes), 1e-9)
+    placed: list[Row] = []
+    for point in sorted(last, key=lambda point: point["score"]):
+        here = math.log(point["state_floats"])
+        near = [p["place"] for p in placed if abs(math.log(p["state_floats"]) - here) <= column]
+        placed.append({**point, "place": max([point["score"], *(place + line for place in near)])})
+    return placed
+
+
+def _names(points: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(point["mechanism"] for point in points))
