@@ -9,7 +9,6 @@ from attngap.errors import AttngapError
 
 if TYPE_CHECKING:
     from attngap.conversion.receipt import Receipt
-    from attngap.models.plan import Plan
 
 
 # Wide, because exact keys nearby bought more quality for their memory than features did (docs/results.md): at 16k
@@ -21,7 +20,7 @@ def linearize(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, smollm2 or minilm.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the converted model.")],
     plan: Annotated[Path | None, typer.Option(help="Written by `attngap plan`.")] = None,
-    keep: Annotated[float | None, typer.Option(help="Share of heads to keep; diagnoses first.")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of heads to keep: those it hurts most.")] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="Keep as few heads as this ratio allows.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
@@ -29,8 +28,8 @@ def linearize(
     sinks: Annotated[int | None, typer.Option(help="First keys kept exact.")] = None,
     context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20480,
-    steps: Annotated[int, typer.Option(help="Steps of fitting each layer.")] = 60,
-    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of fitting each layer.")] = 30,
+    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds of trading kept heads.")] = 2,
     lora: Annotated[int, typer.Option(help="Rank of LoRA; 0 for none.")] = 0,
     seed: Annotated[int, typer.Option(help="Chooses passages and order.")] = 0,
@@ -46,9 +45,10 @@ def linearize(
     """
     _check_choice(plan, keep, max_ppl_ratio)
     check_folder(output, overwrite)
+    from attngap.conversion.linearize import bare_plan
     from attngap.conversion.linearize import linearize as run
     from attngap.models.load import load
-    from attngap.models.plan import Plan
+    from attngap.models.plan import Plan, Replacement
     from attngap.models.texts import read
 
     documents = read(text) if text else None
@@ -56,8 +56,7 @@ def linearize(
     loaded, tokenizer = load(model)
     if chosen is None:
         window, sinks = WINDOW if window is None else window, SINKS if sinks is None else sinks
-        near = {"window": window or 1, "sinks": sinks}
-        chosen = _diagnosed(loaded, tokenizer, documents, model, keep, near, context, output, seed)
+        chosen = bare_plan(loaded, model, Replacement(window=window or 1, sinks=sinks))
     converted, receipt = run(
         loaded,
         tokenizer,
@@ -71,6 +70,7 @@ def linearize(
         steps=steps,
         joint=joint,
         rounds=rounds,
+        keep=keep,
         max_ppl_ratio=max_ppl_ratio,
         lora=lora,
         seed=seed,
@@ -102,34 +102,9 @@ def check_folder(output: Path, overwrite: bool) -> None:
     """A folder that holds something else is left alone; one with unfinished work is gone on with."""
     if (output / "attngap.json").exists() and not overwrite:
         raise AttngapError(f"'{output}' already holds a converted model. Choose another folder, or pass --overwrite")
-    ours = ("work", "diagnosis", "attngap.json")
+    ours = ("work", "attngap.json")
     if output.is_dir() and any(output.iterdir()) and not any((output / name).exists() for name in ours):
         raise AttngapError(f"'{output}' is not empty and not a converted model. Choose another folder")
-
-
-def _diagnosed(model, tokenizer, documents, name, keep, near, context, output, seed) -> "Plan":
-    """A short diagnosis, kept in the folder: its damage estimate is what the plan goes by."""
-    from attngap.diagnosis.diagnose import diagnose
-    from attngap.diagnosis.result import Diagnosis
-
-    folder = output / "diagnosis"
-    if (folder / "diagnosis.json").exists():
-        found = Diagnosis.load(folder)
-    else:
-        found = diagnose(
-            model,
-            tokenizer,
-            documents,
-            context=context,
-            passages=2,
-            ranks=(),  # floors explain, a plan does not go by them
-            seed=seed,
-            **near,
-            directory=folder,
-            name=name,
-            quiet=False,
-        )
-    return found.plan(0.1 if keep is None else keep)
 
 
 def show(receipt: "Receipt", output: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from attngap.conversion.joint import Judge, divergence, outputs, together
 from attngap.mechanisms.base import Mechanism
+from attngap.models.capture import Call, capture
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
 Head = tuple[int, int]  # layer, head
@@ -27,64 +28,100 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
     return swap(model, {layer: (m, heads) for layer, (m, heads) in layers.items() if len(heads) < m.heads})
 
 
+def damage(
+    original: PreTrainedModel,
+    mechanisms: Mapping[int, Mechanism],
+    tokens: Int[Tensor, "count context"],
+    *,
+    seed: int = 0,
+) -> dict[Head, float]:
+    """What replacing each head alone would do, by the Fisher score of THEORY 5, as a share of what all heads come to.
+
+    Passages are weighed alike: neither text nor recall drowns the other.
+    """
+    labels = original.get_output_embeddings() is not None
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for passage in tokens:
+        shares = _no_shares(mechanisms, len(passage))
+
+        def watch(call: Call, shares: dict[int, Tensor] = shares) -> Tensor | None:
+            if call.cross or call.layer not in shares:
+                return None
+            with torch.no_grad():
+                change = call.output - mechanisms[call.layer](None, call.q, call.k, call.v)[1]
+            return call.output + shares[call.layer][..., None] * change
+
+        with frozen(original), torch.enable_grad(), capture(original, watch):
+            out = outputs(original, passage[None])
+        found.append(_information(out, shares, generator, labels=labels))
+    return _of_all(found)
+
+
 def worth(
     original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, *, seed: int = 0
 ) -> tuple[dict[Head, float], Float[Tensor, " count"]]:
     """What softmax in each head is worth to the model as converted now, and the divergence on each passage.
 
-    Worth is the divergence without softmax minus with it.
-
-    With a_h the share of softmax in head h's output, o = o_replaced + a_h (o_softmax - o_replaced), the divergence is
+    Worth is the divergence without softmax minus with it, as a share of what all heads come to on the passage. With
+    a_h the share of softmax in head h's output, o = o_replaced + a_h (o_softmax - o_replaced), the divergence is
     expanded to second order in a_h: its slope, and the Fisher information of a_h from labels drawn from the model.
     Slope and information are those of the converted model, so they know what the other replacements do to this head.
-    Passages are weighed alike, each relative to the worth of all its heads: neither text nor recall drowns the other.
     """
     every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
     model = swap(original, every)
-    kept = {layer: torch.tensor([(layer, h) in keep for h in range(m.heads)]) for layer, m in mechanisms.items()}
-    total = {layer: torch.zeros(m.heads) for layer, m in mechanisms.items()}
+    sign = {
+        layer: torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(m.heads)])
+        for layer, m in mechanisms.items()
+    }
     generator = torch.Generator().manual_seed(seed)
-    losses = []
+    losses, found = [], []
     for tokens, teacher in judge.pairs():
-        loss, found = _expansion(model, mechanisms, tokens, teacher, judge.labels, generator)
-        losses.append(loss)
-        values = {
-            layer: torch.where(kept[layer], -slope + information, -slope - information)
-            for layer, (slope, information) in found.items()
-        }
-        scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
-        for layer, value in values.items():
-            total[layer] += value / max(scale, 1e-12) / len(judge.passages)
-    scores = {(layer, head): float(x) for layer, values in total.items() for head, x in enumerate(values)}
-    return scores, torch.stack(losses)
-
-
-def _expansion(
-    model: PreTrainedModel,
-    mechanisms: Mapping[int, Mechanism],
-    tokens: Int[Tensor, "1 context"],
-    teacher: Tensor,
-    labels: bool,
-    generator: torch.Generator,
-) -> tuple[Tensor, dict[int, tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]]:
-    """The divergence; slope and half the second derivative of it in each head's share of softmax, by layer."""
-    shares = {i: torch.zeros(m.heads, tokens.shape[1], requires_grad=True) for i, m in mechanisms.items()}
-    parts = mixed_heads(model)
-    hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
-    with frozen(model):
-        with torch.enable_grad():
-            student = outputs(model, tokens)
+        shares = _no_shares(mechanisms, tokens.shape[1])
+        parts = mixed_heads(model)
+        hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
+        with frozen(model), torch.enable_grad():
+            out = outputs(model, tokens)
+            loss = divergence(out, teacher, labels=judge.labels)
         for hook in hooks:
             hook.remove()
-        with torch.enable_grad():
-            loss = divergence(student, teacher, labels=labels)
-        slopes = [g.sum(-1) for g in torch.autograd.grad(loss, list(shares.values()), retain_graph=True)]
-        cotangent = _fisher_direction(student.detach(), generator, labels=labels)
-        grads = torch.autograd.grad(student, list(shares.values()), cotangent)
-        # of independent labels at each token, so squares add up over tokens
-        squares = [grad.square().mean(-1) / 2 if labels else grad.sum(-1).square() for grad in grads]
-    found = {layer: (slope, square) for layer, slope, square in zip(shares, slopes, squares, strict=True)}
-    return loss.detach(), found
+        slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
+        information = _information(out, shares, generator, labels=judge.labels)
+        found.append(
+            {
+                layer: sign[layer] * information[layer] - slope.sum(-1)
+                for layer, slope in zip(shares, slopes, strict=True)
+            }
+        )
+        losses.append(loss.detach())
+    return _of_all(found), torch.stack(losses)
+
+
+def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Float[Tensor, "h t"]]:
+    return {layer: torch.zeros(m.heads, length, requires_grad=True) for layer, m in mechanisms.items()}
+
+
+def _information(
+    out: Tensor, shares: dict[int, Float[Tensor, "h t"]], generator: torch.Generator, *, labels: bool
+) -> dict[int, Float[Tensor, " h"]]:
+    """Half the second derivative of the divergence in each head's share, by layer; `out` are logits or states."""
+    with torch.no_grad():
+        cotangent = _fisher_direction(out.detach(), generator, labels=labels)
+    grads = torch.autograd.grad(out, list(shares.values()), cotangent)
+    # of independent labels at each token, so squares add up over tokens
+    squares = [grad.square().mean(-1) / 2 if labels else grad.sum(-1).square() for grad in grads]
+    return dict(zip(shares, squares, strict=True))
+
+
+def _of_all(found: list[dict[int, Float[Tensor, " h"]]]) -> dict[Head, float]:
+    """Mean over passages of each head's value relative to the sum of all positive ones."""
+    total: dict[Head, float] = {}
+    for values in found:
+        scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
+        for layer, value in values.items():
+            for head, x in enumerate(value.tolist()):
+                total[layer, head] = total.get((layer, head), 0.0) + x / max(scale, 1e-12) / len(found)
+    return total
 
 
 def _fisher_direction(out: Tensor, generator: torch.Generator, *, labels: bool) -> Tensor:
@@ -152,7 +189,7 @@ def refine(
     original: PreTrainedModel,
     mechanisms: Mapping[int, Mechanism],
     keep: Keep,
-    tokens: Int[Tensor, "count context"],
+    judge: Judge,
     *,
     rounds: int,
     grouped: bool,
@@ -161,7 +198,6 @@ def refine(
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
     if not rounds:
         return keep
-    judge = Judge(original, tokens)
     scores, now = worth(original, mechanisms, keep, judge)
     for left in reversed(range(rounds)):
         tried = _trade(scores, keep, mechanisms, grouped=grouped)

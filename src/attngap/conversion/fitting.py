@@ -45,11 +45,11 @@ def fit_all(
         if call.cross or call.layer not in missing:
             return
         advance(0, note=f"layer {call.layer}")
-        streams = (x.float() for x in (call.q, call.k, call.v, call.output))
+        q, k, v, out = (x.float() for x in (call.q, call.k, call.v, call.output))
+        mechanism = mechanisms[call.layer]
         with torch.enable_grad():
-            errors[call.layer] = fit_layer(mechanisms[call.layer], *streams, options)
-        state = mechanisms[call.layer].state_dict()
-        work.keep(f"layer-{call.layer}", state | {"error": errors[call.layer]})
+            errors[call.layer] = fit_layer(mechanism, q, k, v, out, options)
+        work.keep(f"layer-{call.layer}", mechanism.state_dict() | {"error": errors[call.layer]})
         missing.remove(call.layer)
         advance()
         if not missing:

@@ -1,7 +1,9 @@
 """Fit all replacements together against the original's own predictions, because errors add up along the layers."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,16 +14,19 @@ from transformers import PreTrainedModel
 from attngap.conversion.work import Work
 from attngap.models.swap import CHILD
 
-CHECK = 12  # steps between looks at the held-out passages, and between pieces that a killed run resumes from
+CHECK = 4  # steps between pieces that a killed run resumes from
 WARM = 4  # steps until the full rate
 ROWS = 64  # tokens of logits handled at once
 
 
-def outputs(model: PreTrainedModel, tokens: Int[Tensor, "b t"]) -> Tensor:
-    """Logits, or an encoder's last hidden states."""
-    cache = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
-    result = model(input_ids=tokens, **cache)
-    return result.logits if getattr(result, "logits", None) is not None else result.last_hidden_state
+def outputs(model: PreTrainedModel, tokens: Int[Tensor, "b t"], last: int | None = None) -> Tensor:
+    """Logits, of the `last` tokens only where that is said; or an encoder's last hidden states."""
+    options: dict[str, Any] = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
+    if last is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = last
+    result = model(input_ids=tokens, **options)
+    logits = getattr(result, "logits", None)
+    return result.last_hidden_state if logits is None else logits if last is None else logits[:, -last:]
 
 
 def divergence(student: Tensor, teacher: Tensor, *, labels: bool) -> Float[Tensor, ""]:
@@ -92,54 +97,54 @@ def fit_jointly(
     original: PreTrainedModel,
     converted: PreTrainedModel,
     passages: Int[Tensor, "steps context"],
-    judges: Int[Tensor, "count context"],
+    judge: Judge,
     *,
     rate: float,
     work: Work,
     advance: Callable[..., None],
 ) -> tuple[float, float]:
-    """Train the converted model's own parameters in place, a passage a step; divergence on `judges` before and after.
+    """Train the converted model's own parameters in place, a passage a step; the judge's divergence before and after.
 
-    It is the geometric mean over them. Ends with the parameters that did best, so it never makes them worse.
+    It is the geometric mean over its passages. Where it has risen, the parameters are as they were before.
     """
-    labels, steps = converted.get_output_embeddings() is not None, len(passages)
     trained = trainable(converted)
     optimizer = torch.optim.Adam(trained.values(), lr=rate)
-    judge = Judge(original, judges)
+    begun = _copy(trained)
+    half = passages.shape[1] // 2  # early tokens see little beyond their window, and nothing repeated
     resumed = work.piece("joint")
-    if resumed is not None:
-        start, before, best_loss, best = _resume(resumed, trained, optimizer)
-        advance(start)
-    else:
-        start, before = 0, together(judge(converted))
-        best_loss, best = before, _copy(trained)
+    start, before = (0, together(judge(converted))) if resumed is None else _resume(resumed, trained, optimizer)
+    advance(start)
     frozen = [p for p in converted.parameters() if p.requires_grad and not any(p is q for q in trained.values())]
     for p in frozen:
         p.requires_grad_(False)
     try:
-        for step in range(start, steps):
+        for step, passage in enumerate(passages[start:, None], start):
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / steps)) / 2
-            passage = passages[step][None]
+                group["lr"] = rate * _pace(step, len(passages))
             with torch.no_grad():
-                teacher = outputs(original, passage)
+                teacher = outputs(original, passage, half)
             optimizer.zero_grad()
-            divergence(outputs(converted, passage), teacher, labels=labels).backward()
+            loss = divergence(outputs(converted, passage, half), teacher, labels=judge.labels)
+            loss.backward()
             optimizer.step()
-            advance(note=f"best held-out {best_loss:.4f}")
-            if (step + 1) % CHECK == 0 or step + 1 == steps:
-                loss = together(judge(converted))
-                if loss < best_loss:
-                    best_loss, best = loss, _copy(trained)
-                work.keep("joint", _pack(step + 1, before, best_loss, best, trained, optimizer))
+            advance(note=f"divergence {loss.item():.4f}")
+            if (step + 1) % CHECK == 0:
+                work.keep("joint", _pack(step + 1, before, trained, optimizer))
     finally:
         for p in frozen:
             p.requires_grad_(True)
+    after = together(judge(converted))
     with torch.no_grad():
         for name, p in trained.items():
-            p.copy_(best[name])
             p.grad = None
-    return before, best_loss
+            if after > before:
+                p.copy_(begun[name])
+    return before, min(before, after)
+
+
+def _pace(step: int, steps: int) -> float:
+    """Up over the first few steps, then down half a cosine."""
+    return min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def trainable(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -151,22 +156,22 @@ def _copy(trained: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trained.items()}
 
 
-def _pack(step: int, before: float, best_loss: float, best: dict, trained: dict, optimizer) -> dict[str, Tensor]:
-    packed = {"progress": torch.tensor([step, before, best_loss], dtype=torch.float64)}
+def _pack(step: int, before: float, trained: dict[str, Tensor], optimizer) -> dict[str, Tensor]:
+    packed = {"progress": torch.tensor([step, before], dtype=torch.float64)}
     for name, p in trained.items():
-        packed |= {f"best/{name}": best[name], f"now/{name}": p}
+        packed[f"now/{name}"] = p
         if p in optimizer.state:  # Adam has none for what no gradient has reached yet
             moments = optimizer.state[p]
             packed |= {f"first/{name}": moments["exp_avg"], f"second/{name}": moments["exp_avg_sq"]}
     return packed
 
 
-def _resume(packed: dict[str, Tensor], trained: dict[str, Tensor], optimizer) -> tuple[int, float, float, dict]:
-    step, before, best_loss = packed["progress"].tolist()
+def _resume(packed: dict[str, Tensor], trained: dict[str, Tensor], optimizer) -> tuple[int, float]:
+    step, before = packed["progress"].tolist()
     with torch.no_grad():
         for name, p in trained.items():
             p.copy_(packed[f"now/{name}"])
             if f"first/{name}" in packed:
                 moments = {"exp_avg": packed[f"first/{name}"], "exp_avg_sq": packed[f"second/{name}"]}
                 optimizer.state[p] = {"step": torch.tensor(float(step)), **moments}
-    return int(step), before, best_loss, {name: packed[f"best/{name}"] for name in trained}
+    return int(step), before

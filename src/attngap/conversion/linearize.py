@@ -1,5 +1,6 @@
 """From a plan to a converted model and its receipt: calibrate, fit, choose, fit jointly, measure."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.calibration import Shares, calibration, repeats
-from attngap.conversion.choose import Keep, best_of, convert, refine, worth
+from attngap.conversion.choose import Keep, best_of, convert, damage, refine, worth
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.joint import Judge, fit_jointly, trainable
@@ -24,14 +25,14 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions
 from attngap.models.lora import add_lora
-from attngap.models.plan import Plan
+from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.save import Base, describe, mark, weights_hash
 from attngap.models.swap import LayerShape, layer_shapes
 from attngap.models.texts import passages
 from attngap.progress import progress
 from attngap.provenance import provenance
 
-JOINT_RATE = 5e-4  # at four times this the joint pass of a well-fitted model found nothing better than its start
+JOINT_RATE = 7e-4  # at three times this the joint pass of a well-fitted model found nothing better than its start
 
 
 def linearize(
@@ -45,9 +46,10 @@ def linearize(
     sinks: int | None = None,
     context: int = 1024,
     tokens: int = 20480,
-    steps: int = 60,
-    joint: int = 24,
+    steps: int = 30,
+    joint: int = 8,
     rounds: int = 2,
+    keep: float | None = None,
     max_ppl_ratio: float | None = None,
     lora: int = 0,
     seed: int = 0,
@@ -58,13 +60,14 @@ def linearize(
     """Replace the heads that `plan` does not keep; the converted model, which shares the original's weights.
 
     `tokens` of calibration in passages of `context`; `steps` of fitting a layer, `joint` of fitting all together,
-    `rounds` of trading kept heads. `max_ppl_ratio` looks for the smallest keep set instead of the plan's. A `work`
+    `rounds` of trading kept heads. Instead of the plan's heads, a share to `keep` takes those whose fitted replacements
+    do most damage, and `max_ppl_ratio` looks for the smallest keep set; `bare_plan` makes a plan for these. A `work`
     folder keeps finished pieces, from which the same call goes on after it was killed. The original is not changed.
     """
     text = text if text is None or isinstance(text, str) else list(text)
     plan.check(model)
     replacement, alone = choose_replacement(plan.replacement, mechanism=mechanism, window=window, sinks=sinks)
-    _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio)
+    _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio)
     shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
     _check_obstacles(plan, shapes)
     built = {shape.layer: build(shape, replacement, alone) for shape in shapes}
@@ -77,6 +80,7 @@ def linearize(
         "steps": steps,
         "joint": joint,
         "rounds": rounds,
+        "keep": keep,
         "max_ppl_ratio": max_ppl_ratio,
         "lora": lora,
         "seed": seed,
@@ -85,15 +89,31 @@ def linearize(
     run = _Run(
         model, tokenizer, plan, text, options, {i: m for i, (m, _) in built.items()}, Work(_path(work), key), quiet
     )
-    keep = run.fit_and_choose()
-    converted = run.join(keep)
+    kept = run.fit_and_choose()
+    converted = run.join(kept)
     base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
-    final = plan.model_copy(update={"keep": tuple(sorted(keep)), "replacement": replacement})
+    fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
+    final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
     record = describe(converted, {i: o for i, (_, o) in built.items()}, final, base, lora)
     mark(converted, record)
-    receipt = run.receipt(converted, keep, measures or Measures())
+    receipt = run.receipt(converted, kept, measures or Measures())
     run.work.clear()
     return converted, receipt
+
+
+def bare_plan(model: PreTrainedModel, name: str, replacement: Replacement) -> Plan:
+    """A plan that says everything but which heads to keep; those that cannot be replaced are kept."""
+    shapes = layer_shapes(model)
+    facts = ModelFacts(
+        name=name,
+        architecture=architecture(model),
+        fingerprint=fingerprint(model),
+        layers=len(shapes),
+        heads=shapes[0].heads,
+        kv_heads=shapes[0].kv_heads,
+    )
+    fixed = tuple((shape.layer, head) for shape in shapes if shape.obstacle for head in range(shape.heads))
+    return Plan(model=facts, keep=fixed, replacement=replacement)
 
 
 class _Run:
@@ -153,7 +173,7 @@ class _Run:
                 self.model,
                 self.mechanisms,
                 keep,
-                self.tokens[-self.heldout :],
+                self._judge,
                 rounds=o["rounds"] if 0 < len(keep) < self._heads() else 0,
                 grouped=self.plan.granularity == "group",
                 advance=advance,
@@ -161,8 +181,26 @@ class _Run:
         self.work.keep("keep", {"keep": torch.tensor(sorted(keep), dtype=torch.long).reshape(-1, 2)})
         return keep
 
+    @functools.cached_property
+    def _judge(self) -> Judge:
+        return Judge(self.model, self.tokens[-self.heldout :])
+
     def _planned(self) -> Keep:
-        return frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
+        share = self.options["keep"]
+        if share is None:
+            return frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
+        scores = damage(self.model, self.mechanisms, self._ranked_on())
+        count = round(share * self._heads())
+        return best_of(scores, count, self.mechanisms, grouped=self.plan.granularity == "group")
+
+    def _ranked_on(self) -> Int[Tensor, "count context"]:
+        """Passages that damage is estimated on: for a language model half of them ask for recall."""
+        return torch.cat([self.tokens[-self.heldout :], self._repeats(50) if self.labels else self.tokens[:1]])
+
+    def _repeats(self, number: int) -> Int[Tensor, "1 context"]:
+        """Repeated random tokens that calibration does not have."""
+        o = self.options
+        return repeats(self.tokenizer, context=o["context"], beyond=o["window"], seed=o["seed"] + number)
 
     def _heads(self) -> int:
         return sum(m.heads for m in self.mechanisms.values())
@@ -171,8 +209,7 @@ class _Run:
         """Bisection over the number of kept heads, ordered by what each is worth when all are replaced."""
         target = self.options["max_ppl_ratio"]
         judged = passages(self.tokenizer, self.text, context=self.options["context"], count=2, split="heldout")
-        judge = Judge(self.model, self.tokens[-self.heldout :])
-        scores, _ = worth(self.model, self.mechanisms, frozenset(), judge)
+        scores, _ = worth(self.model, self.mechanisms, frozenset(), self._judge)
         grouped = self.plan.granularity == "group"
         low, high, best = 0, self._heads(), frozenset(scores)
         ratio = 1.0
@@ -203,7 +240,7 @@ class _Run:
                 self.model,
                 converted,
                 self._rehearsal(),
-                self.tokens[-self.heldout :],
+                self._judge,
                 rate=JOINT_RATE,
                 work=self.work,
                 advance=advance,
@@ -222,8 +259,7 @@ class _Run:
         chosen = self.tokens[order[: o["joint"]]]
         if self.labels:
             for step in range(0, o["joint"], 2):
-                seed = o["seed"] + 100 + step
-                chosen[step] = repeats(self.tokenizer, context=o["context"], beyond=o["window"], seed=seed)[0]
+                chosen[step] = self._repeats(100 + step)[0]
         return chosen
 
     def receipt(self, converted: PreTrainedModel, keep: Keep, measures: Measures) -> Receipt:
@@ -274,7 +310,7 @@ def _path(work: str | Path | None) -> Path | None:
     return None if work is None else Path(work)
 
 
-def _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio) -> None:
+def _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio) -> None:
     for label, value, least in (
         ("context", context, 16),
         ("steps", steps, 0),
@@ -288,6 +324,8 @@ def _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio) ->
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > limit:
         raise AttngapError(f"context {context} is beyond the model's {limit} positions. Give at most {limit}")
+    if keep is not None and not 0 <= keep <= 1:
+        raise AttngapError(f"keep must be a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
     if max_ppl_ratio is not None:
         if model.get_output_embeddings() is None:
             raise AttngapError("max_ppl_ratio needs a language model; an encoder has no perplexity. Give a plan")

@@ -1,6 +1,5 @@
 """How good a model still is: perplexity and divergence on text, and recall, which perplexity hardly shows."""
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +15,7 @@ from attngap.models.texts import passages, special_tokens, stress
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 DIGITS = 5
+SEQUENCES = 3  # of repeated random tokens a trial: half a thousand predictions alone are off by two points
 
 
 class Quality(BaseModel):
@@ -119,10 +119,7 @@ def _recalled(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) ->
 
 def _guessed(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) -> Bool[Tensor, " count"]:
     """Which of the last tokens the model predicts. Logits of others, a fifth of the work, are left out if it can."""
-    able = "logits_to_keep" in inspect.signature(model.forward).parameters
-    fewer = {"logits_to_keep": count + 1} if able else {}
-    logits = model(input_ids=tokens, use_cache=False, **fewer).logits[0]
-    return logits[-count - 1 : -1].argmax(-1) == tokens[0, -count:]
+    return outputs(model, tokens, count + 1)[0, :-1].argmax(-1) == tokens[0, -count:]
 
 
 def recall(
@@ -139,6 +136,6 @@ def recall(
     """Add induction and needle figures to each model's quality."""
     for name, model in models.items():
         quality = found[name]
-        quality.induction = induction(model, tokenizer, context=context, trials=trials, seed=seed)
+        quality.induction = induction(model, tokenizer, context=context, trials=SEQUENCES * trials, seed=seed)
         quality.needle_by_place = needle(model, tokenizer, text, lengths=lengths, trials=trials, seed=seed)
         quality.needle = sum(quality.needle_by_place.values()) / len(quality.needle_by_place)
