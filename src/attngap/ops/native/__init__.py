@@ -18,6 +18,7 @@ from torch import Tensor
 
 PANEL = 128  # bytes: two vectors, two lines of the cache, which no vector should lie across
 LARGEST = 2**20  # bytes of a state: a larger one leaves the cache of a core
+SHARES = 8  # of the lanes, for each thread
 ALONE = 2**20  # state updates times tokens: below, a second thread costs more than it saves
 
 _on = contextvars.ContextVar("native", default=True)
@@ -46,18 +47,26 @@ def off() -> Iterator[None]:
 
 
 def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work: int, scratch: int) -> None:
-    """kernel(*arguments, zero of the type, scratch, first, last) over all lanes, by as many threads as torch has."""
+    """kernel(*arguments, zero of the type, scratch, first, last) over all lanes, by as many threads as torch has.
+
+    Lanes are handed out a few at a time: torch's own threads keep a core busy for some milliseconds after they are done,
+    so one of ours may get only half of one.
+    """
     zero = np.float32(0) if dtype == torch.float32 else np.float64(0)
     threads = 1 if work < ALONE else min(lanes, torch.get_num_threads())
     held = torch.zeros(threads, scratch + PANEL, dtype=torch.uint8)
-    parts = [
-        (*arguments, zero, -(-part.data_ptr() // PANEL) * PANEL, lanes * i // threads, lanes * (i + 1) // threads)
-        for i, part in enumerate(held)
-    ]
-    waiting = [_pool(os.getpid()).submit(kernel, *part) for part in parts[1:]]
-    kernel(*parts[0])
-    for part in waiting:
-        part.result()
+    count = min(lanes, 1 if threads == 1 else threads * SHARES)
+    shares = iter([(lanes * i // count, lanes * (i + 1) // count) for i in range(count)])
+
+    def compute(mine: Tensor) -> None:
+        address = -(-mine.data_ptr() // PANEL) * PANEL
+        for first, last in shares:
+            kernel(*arguments, zero, address, first, last)
+
+    waiting = [_pool(os.getpid()).submit(compute, mine) for mine in held[1:]]
+    compute(held[0])
+    for thread in waiting:
+        thread.result()
 
 
 @functools.cache
