@@ -49,8 +49,8 @@ def off() -> Iterator[None]:
 def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work: int, scratch: int) -> None:
     """kernel(*arguments, zero of the type, scratch, first, last) over all lanes, by as many threads as torch has.
 
-    Lanes are handed out a few at a time: torch's own threads keep a core busy for some milliseconds after they are done,
-    so one of ours may get only half of one.
+    Lanes are handed out a few at a time: torch's own threads keep a core busy for milliseconds after they are done, so
+    one of ours may get only half of one.
     """
     zero = np.float32(0) if dtype == torch.float32 else np.float64(0)
     threads = 1 if work < ALONE else min(lanes, torch.get_num_threads())
