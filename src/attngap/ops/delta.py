@@ -43,8 +43,9 @@ def delta_attention(
     The state is {"S": (b, heads, r, dv)} in float32 (float64 for float64), with the heads of k; with those of q where a
     gate or the state handed in has them. Gradients flow through it. The backward is written by hand and cannot be
     differentiated again; memory beyond inputs, outputs and gradients does not grow with t (where a group's gates
-    differ, or in half precision, by one state for every few chunks). Under torch.compile the op runs as it is, between
-    compiled parts.
+    differ, or in half precision, by one state for every few chunks). In float32 and float64 on the CPU it is computed
+    token by token by a compiled kernel where numba is installed; otherwise, and if `chunk` is given, in chunks of so
+    many tokens. Under torch.compile the op runs as it is, between compiled parts.
     """
     check_attention(q, k, v, mask)
     check_gate("beta", beta, q, k, vector=False)
@@ -62,7 +63,8 @@ def delta_attention(
         S = expand_heads(state["S"], heads)
     decay = log_decay[..., None] if log_decay is not None and log_decay.ndim == 3 else log_decay
     mask = None if mask is None else mask.bool()
-    out, S = DeltaChunks.apply(q, k, v, beta[..., None], decay, S, mask, Setting(heads, chunk or CHUNK, dtype))
+    setting = Setting(heads, chunk or CHUNK, dtype, native=chunk is None)
+    out, S = DeltaChunks.apply(q, k, v, beta[..., None], decay, S, mask, setting)
     inputs = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, **(state or {})}
     check_finite({"out": out, "state": S}, inputs)
     return out, {"S": S}

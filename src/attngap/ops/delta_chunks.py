@@ -30,7 +30,7 @@ class DeltaChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, S, mask, setting: Setting):
         ctx.save_for_backward(q, k, v, beta, log_decay, S, mask)
-        ctx.setting, ctx.native = setting, native.usable(q, k, v, beta, log_decay, state=S)
+        ctx.setting, ctx.native = setting, setting.native and native.usable(q, k, v, beta, log_decay, state=S)
         if ctx.native:
             return call.delta_forward(q, k, v, beta, log_decay, S, mask)
         run = Run(q, k, v, beta, log_decay, mask, setting)

@@ -47,8 +47,10 @@ def linear_attention(
     the heads of k; with those of q where the decay or the state handed in has them. Feed it back to go on with a
     sequence; gradients flow through it. A normalizer below 1e-6 in size is replaced by 1e-6 with its sign (of 0: +), so
     rows stay finite. The backward is written by hand and cannot be differentiated again; memory beyond inputs, outputs
-    and gradients does not grow with t (where a group's gates differ, or in half precision, by one state of a head for
-    every few thousand tokens). Under torch.compile the op runs as it is, between compiled parts.
+    and gradients does not grow with t (but for one number a row where heads share keys; in half precision by one state
+    of a head for every few thousand tokens). Causal attention in float32 and float64 on the CPU is computed token by
+    token by a compiled kernel where numba is installed; otherwise, and if `chunk` is given, in chunks of so many
+    tokens. Under torch.compile the op runs as it is, between compiled parts.
     """
     _check(q, k, v, log_decay, normalize, causal, state, chunk, mask)
     dtype = accumulate_dtype(q.dtype)
@@ -58,7 +60,7 @@ def linear_attention(
         heads = max([k.shape[1], *(x.shape[1] for x in carriers)])
         S, z = _start(q, v, heads, state)
         decay = log_decay[..., None] if log_decay is not None and log_decay.ndim == 3 else log_decay
-        setting = Setting(heads, chunk or CHUNK, dtype)
+        setting = Setting(heads, chunk or CHUNK, dtype, native=chunk is None)
         out, S, z = LinearChunks.apply(q, k, v, decay, S, z if normalize else None, mask, setting)
     else:
         out, S, z = LinearRows.apply(q, k, v, mask, normalize, Setting(k.shape[1], chunk or BLOCK, dtype))

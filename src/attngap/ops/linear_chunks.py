@@ -30,6 +30,7 @@ class Setting:
     heads: int  # of the state: those of k, or those of q where a group's heads do not share a decay
     chunk: int
     dtype: torch.dtype  # that sums and states are kept in
+    native: bool = False  # by compiled kernels, where these can be used
 
 
 class LinearChunks(torch.autograd.Function):
@@ -37,7 +38,7 @@ class LinearChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, S, z, mask, setting: Setting):
-        ctx.setting, ctx.native = setting, native.usable(q, k, v, log_decay, state=S)
+        ctx.setting, ctx.native = setting, setting.native and native.usable(q, k, v, log_decay, state=S)
         if ctx.native:
             out, after_S, after_z = call.linear_forward(q, k, v, log_decay, S, z, mask)
             ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
