@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--keep", default="0.25,0.1,0")
     parser.add_argument("--granularity", choices=("head", "group"), default="head")
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--joint", type=int, default=8)
+    parser.add_argument("--joint", type=int, default=16)
     parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()

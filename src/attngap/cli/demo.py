@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Small enough for twelve minutes on two cores; the commands printed at the end take longer and find more.
 DIAGNOSIS: dict[str, Any] = {"context": 512, "passages": 2, "ranks": (16, 64), "draws": 2, "window": 128}
-CONVERSION: dict[str, Any] = {"context": 512, "tokens": 10240, "steps": 30, "joint": 12, "rounds": 1}
+CONVERSION: dict[str, Any] = {"context": 512, "tokens": 10240, "steps": 40, "joint": 12, "rounds": 1}
 MEASURES: dict[str, Any] = {"passages": 3, "trials": 1, "lengths": (512,), "contexts": (1024, 4096, 16384)}
 PHASE: dict[str, Any] = {"n": 2**20, "d": 514, "m": 40, "b": 0.5, "cells": 24}
 KEEP = 0.1

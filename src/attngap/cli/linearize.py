@@ -9,6 +9,7 @@ from attngap.errors import AttngapError
 
 if TYPE_CHECKING:
     from attngap.conversion.receipt import Receipt
+    from attngap.diagnosis.result import Diagnosis
 
 
 # Wide, because exact keys nearby bought more quality for their memory than features did (docs/results.md): at 16k
@@ -20,7 +21,7 @@ def linearize(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, smollm2 or minilm.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the converted model.")],
     plan: Annotated[Path | None, typer.Option(help="Written by `attngap plan`.")] = None,
-    keep: Annotated[float | None, typer.Option(help="Share of heads to keep: those it hurts most.")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of heads to keep; diagnoses first.")] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="Keep as few heads as this ratio allows.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
@@ -28,8 +29,8 @@ def linearize(
     sinks: Annotated[int | None, typer.Option(help="First keys kept exact.")] = None,
     context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20480,
-    steps: Annotated[int, typer.Option(help="Steps of fitting each layer.")] = 30,
-    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of fitting each layer.")] = 40,
+    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 16,
     rounds: Annotated[int, typer.Option(help="Rounds of trading kept heads.")] = 2,
     lora: Annotated[int, typer.Option(help="Rank of LoRA; 0 for none.")] = 0,
     seed: Annotated[int, typer.Option(help="Chooses passages and order.")] = 0,
@@ -56,7 +57,11 @@ def linearize(
     loaded, tokenizer = load(model)
     if chosen is None:
         window, sinks = WINDOW if window is None else window, SINKS if sinks is None else sinks
-        chosen = bare_plan(loaded, model, Replacement(window=window or 1, sinks=sinks))
+        near = Replacement(window=window or 1, sinks=sinks)
+        if keep is None:
+            chosen = bare_plan(loaded, model, near)
+        else:
+            chosen = _diagnosed(loaded, tokenizer, documents, model, near, context, output, seed).plan(keep)
     converted, receipt = run(
         loaded,
         tokenizer,
@@ -70,7 +75,6 @@ def linearize(
         steps=steps,
         joint=joint,
         rounds=rounds,
-        keep=keep,
         max_ppl_ratio=max_ppl_ratio,
         lora=lora,
         seed=seed,
@@ -102,9 +106,33 @@ def check_folder(output: Path, overwrite: bool) -> None:
     """A folder that holds something else is left alone; one with unfinished work is gone on with."""
     if (output / "attngap.json").exists() and not overwrite:
         raise AttngapError(f"'{output}' already holds a converted model. Choose another folder, or pass --overwrite")
-    ours = ("work", "attngap.json")
+    ours = ("work", "diagnosis", "attngap.json")
     if output.is_dir() and any(output.iterdir()) and not any((output / name).exists() for name in ours):
         raise AttngapError(f"'{output}' is not empty and not a converted model. Choose another folder")
+
+
+def _diagnosed(model, tokenizer, documents, name, near, context, output, seed) -> "Diagnosis":
+    """A short diagnosis, kept in the folder: its damage estimate is what the plan goes by."""
+    from attngap.diagnosis.diagnose import diagnose
+    from attngap.diagnosis.result import Diagnosis
+
+    folder = output / "diagnosis"
+    if (folder / "diagnosis.json").exists():
+        return Diagnosis.load(folder)
+    return diagnose(
+        model,
+        tokenizer,
+        documents,
+        context=context,
+        passages=2,
+        ranks=(),  # floors explain, a plan does not go by them
+        seed=seed,
+        window=near.window,
+        sinks=near.sinks,
+        directory=folder,
+        name=name,
+        quiet=False,
+    )
 
 
 def show(receipt: "Receipt", output: Path) -> None:

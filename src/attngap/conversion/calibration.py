@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.errors import AttngapError
 from attngap.models.texts import passages, stress
 
-SAMPLE_LENGTH = 384  # of one text the model writes, beyond any window; a passage may hold several
+SAMPLE_LENGTH = 512  # of one text the model writes, beyond any window; a passage may hold several
 SAMPLED, REPEATED = 0.2, 0.3  # shares of the passages; the rest is text
 
 

@@ -4,14 +4,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from attngap.conversion.joint import Judge, divergence, outputs, together
 from attngap.mechanisms.base import Mechanism
-from attngap.models.capture import Call, capture
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
 Head = tuple[int, int]  # layer, head
@@ -26,36 +25,6 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
         for layer, mechanism in mechanisms.items()
     }
     return swap(model, {layer: (m, heads) for layer, (m, heads) in layers.items() if len(heads) < m.heads})
-
-
-def damage(
-    original: PreTrainedModel,
-    mechanisms: Mapping[int, Mechanism],
-    tokens: Int[Tensor, "count context"],
-    *,
-    seed: int = 0,
-) -> dict[Head, float]:
-    """What replacing each head alone would do, by the Fisher score of THEORY 5, as a share of what all heads come to.
-
-    Passages are weighed alike: neither text nor recall drowns the other.
-    """
-    labels = original.get_output_embeddings() is not None
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for passage in tokens:
-        shares = _no_shares(mechanisms, len(passage))
-
-        def watch(call: Call, shares: dict[int, Tensor] = shares) -> Tensor | None:
-            if call.cross or call.layer not in shares:
-                return None
-            with torch.no_grad():
-                change = call.output - mechanisms[call.layer](None, call.q, call.k, call.v)[1]
-            return call.output + shares[call.layer][..., None] * change
-
-        with frozen(original), torch.enable_grad(), capture(original, watch):
-            out = outputs(original, passage[None])
-        found.append(_information(out, shares, generator, labels=labels))
-    return _of_all(found)
 
 
 def worth(

@@ -61,7 +61,8 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *scale: Tensor):
-        return ctx.gradient.mul_(scale[0]), None
+        gradient: Tensor = ctx.gradient
+        return gradient if bool(scale[0] == 1) else gradient * scale[0], None
 
 
 class Judge:
@@ -110,7 +111,6 @@ def fit_jointly(
     trained = trainable(converted)
     optimizer = torch.optim.Adam(trained.values(), lr=rate)
     begun = _copy(trained)
-    half = passages.shape[1] // 2  # early tokens see little beyond their window, and nothing repeated
     resumed = work.piece("joint")
     start, before = (0, together(judge(converted))) if resumed is None else _resume(resumed, trained, optimizer)
     advance(start)
@@ -122,9 +122,9 @@ def fit_jointly(
             for group in optimizer.param_groups:
                 group["lr"] = rate * _pace(step, len(passages))
             with torch.no_grad():
-                teacher = outputs(original, passage, half)
+                teacher = outputs(original, passage)
             optimizer.zero_grad()
-            loss = divergence(outputs(converted, passage, half), teacher, labels=judge.labels)
+            loss = divergence(outputs(converted, passage), teacher, labels=judge.labels)
             loss.backward()
             optimizer.step()
             advance(note=f"divergence {loss.item():.4f}")

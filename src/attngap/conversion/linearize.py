@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.calibration import Shares, calibration, repeats
-from attngap.conversion.choose import Keep, best_of, convert, damage, refine, worth
+from attngap.conversion.choose import Keep, best_of, convert, refine, worth
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.joint import Judge, fit_jointly, trainable
@@ -46,10 +46,9 @@ def linearize(
     sinks: int | None = None,
     context: int = 1024,
     tokens: int = 20480,
-    steps: int = 30,
-    joint: int = 8,
+    steps: int = 40,
+    joint: int = 16,
     rounds: int = 2,
-    keep: float | None = None,
     max_ppl_ratio: float | None = None,
     lora: int = 0,
     seed: int = 0,
@@ -60,14 +59,14 @@ def linearize(
     """Replace the heads that `plan` does not keep; the converted model, which shares the original's weights.
 
     `tokens` of calibration in passages of `context`; `steps` of fitting a layer, `joint` of fitting all together,
-    `rounds` of trading kept heads. Instead of the plan's heads, a share to `keep` takes those whose fitted replacements
-    do most damage, and `max_ppl_ratio` looks for the smallest keep set; `bare_plan` makes a plan for these. A `work`
-    folder keeps finished pieces, from which the same call goes on after it was killed. The original is not changed.
+    `rounds` of trading kept heads. `max_ppl_ratio` looks for the smallest keep set instead of the plan's; `bare_plan`
+    makes a plan for it. A `work` folder keeps finished pieces, from which the same call goes on after it was killed.
+    The original is not changed.
     """
     text = text if text is None or isinstance(text, str) else list(text)
     plan.check(model)
     replacement, alone = choose_replacement(plan.replacement, mechanism=mechanism, window=window, sinks=sinks)
-    _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio)
+    _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio)
     shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
     _check_obstacles(plan, shapes)
     built = {shape.layer: build(shape, replacement, alone) for shape in shapes}
@@ -80,7 +79,6 @@ def linearize(
         "steps": steps,
         "joint": joint,
         "rounds": rounds,
-        "keep": keep,
         "max_ppl_ratio": max_ppl_ratio,
         "lora": lora,
         "seed": seed,
@@ -186,16 +184,7 @@ class _Run:
         return Judge(self.model, self.tokens[-self.heldout :])
 
     def _planned(self) -> Keep:
-        share = self.options["keep"]
-        if share is None:
-            return frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
-        scores = damage(self.model, self.mechanisms, self._ranked_on())
-        count = round(share * self._heads())
-        return best_of(scores, count, self.mechanisms, grouped=self.plan.granularity == "group")
-
-    def _ranked_on(self) -> Int[Tensor, "count context"]:
-        """Passages that damage is estimated on: for a language model half of them ask for recall."""
-        return torch.cat([self.tokens[-self.heldout :], self._repeats(50) if self.labels else self.tokens[:1]])
+        return frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
 
     def _repeats(self, number: int) -> Int[Tensor, "1 context"]:
         """Repeated random tokens that calibration does not have."""
@@ -310,7 +299,7 @@ def _path(work: str | Path | None) -> Path | None:
     return None if work is None else Path(work)
 
 
-def _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio) -> None:
+def _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio) -> None:
     for label, value, least in (
         ("context", context, 16),
         ("steps", steps, 0),
@@ -324,8 +313,6 @@ def _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_rat
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > limit:
         raise AttngapError(f"context {context} is beyond the model's {limit} positions. Give at most {limit}")
-    if keep is not None and not 0 <= keep <= 1:
-        raise AttngapError(f"keep must be a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
     if max_ppl_ratio is not None:
         if model.get_output_embeddings() is None:
             raise AttngapError("max_ppl_ratio needs a language model; an encoder has no perplexity. Give a plan")
