@@ -63,7 +63,7 @@ def probes(result: Any, draws: int, generator: torch.Generator) -> Iterator[tupl
 
 
 def _labels(p: Float[Tensor, "1 t n"], draws: int, generator: torch.Generator) -> Int[Tensor, "1 t draws"]:
-    """Independent labels from p by its cumulative sums: one pass over the vocabulary for all draws, some rows a time."""
+    """Independent labels from p by its cumulative sums: one pass over the vocabulary for all draws, by rows."""
     heights = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype)
     found = []
     for rows, height in zip(p.split(ROWS, 1), heights.split(ROWS, 1), strict=True):

@@ -116,11 +116,12 @@ def look_deep(job: Job) -> None:
     """Floors, ceilings, untrained errors and fits, a layer at a time while the model runs: first text, then stress."""
     text = torch.cat([job.rehearsal, job.text[:, :DEPTH]])
     layers = range(job.shape.layers)
+    title = "floors and fits" if job.depth.ranks else "fits"
     if not all(_deep(job, "0", layer) for layer in layers):
-        with progress("floors and fits, text", job.shape.layers, quiet=job.quiet) as advance:
+        with progress(f"{title}, text", job.shape.layers, quiet=job.quiet) as advance:
             _walk(job.model, text, lambda call: _text_layer(job, call, advance))
     if not all(_deep(job, STRESS, layer) for layer in layers):
-        with progress("floors and fits, stress passage", job.shape.layers, quiet=job.quiet) as advance:
+        with progress(f"{title}, stress passage", job.shape.layers, quiet=job.quiet) as advance:
             _walk(job.model, job.stress, lambda call: _stress_layer(job, call, advance))
 
 
@@ -135,7 +136,7 @@ def _text_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
         advance(0, note=f"layer {call.layer}: fitting")
         candidate = fit(list(sequences(call)), call.output, job.depth.replacement)
         job.work.keep(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
-    advance(0, note=f"layer {call.layer}: floors")
+    advance(0, note=f"layer {call.layer}: {'floors' if job.depth.ranks else 'errors'}")
     _examine(job, "0", call, first=1)
     advance(note=f"layer {call.layer}")
 
