@@ -24,7 +24,11 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
     low, high = (f(point["state_floats"] for point in points) for f in (min, max))
     scale = alt.Scale(type="log", domain=[low * 0.9, max(high, 2 * low) * 1.5], nice=False)
     x = alt.X("state_floats:Q", scale=scale, title="state after the whole sequence, floats")
-    y = alt.Y("score:Q", title=metric, scale=alt.Scale(zero=False))
+    heights = [point["score"] for point in points] + [chance] + ([] if best is None else [best])
+    room = LINE * (max(heights) - min(heights))
+    # An interval over two seeds can be many times the picture: it is cut at the frame.
+    frame = alt.Scale(domain=[min(heights) - room, max(heights) + 2 * room], nice=False)
+    y = alt.Y("score:Q", title=metric, scale=frame)
     color = alt.Color("color:N", scale=None)
     base = alt.Chart(rows(points))
     tips = ["mechanism:N", alt.Tooltip("score:Q", format=".3f"), alt.Tooltip("state_floats:Q", format=",")]
@@ -37,7 +41,7 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
         level.mark_text(align="right", dx=-2, dy=-6, color=GRAY).encode(
             x=alt.value("width"), y="level:Q", text="name:N"
         ),
-        base.mark_rule(strokeWidth=2, opacity=0.5).encode(
+        base.mark_rule(strokeWidth=2, opacity=0.5, clip=True).encode(
             x=x, y=alt.Y("low:Q", title=metric), y2="high:Q", color=color
         ),
         base.mark_line(strokeWidth=1.5).encode(x=x, y=y, color=color, detail="mechanism:N"),
