@@ -26,6 +26,6 @@ def test_the_stress_passage_finds_the_heads_that_copy(smollm2):
 
 
 def test_estimated_damage_orders_heads_as_measured_damage_on_held_out_passages(smollm2):
-    found = diagnose(*smollm2, context=512, passages=4, ranks=(64,), verify=40)
+    found = diagnose(*smollm2, context=512, passages=3, ranks=(), verify=30)
     assert found.verification is not None
     assert found.verification.spearman > 0.9
