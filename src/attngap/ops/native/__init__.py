@@ -19,7 +19,7 @@ from torch import Tensor
 PANEL = 128  # bytes: two vectors, two lines of the cache, which no vector should lie across
 LARGEST = 2**20  # bytes of a state: a larger one leaves the cache of a core
 SHARES = 8  # of the lanes, for each thread
-ALONE = 2**20  # state updates times tokens: below, a second thread costs more than it saves
+ALONE = 2**27  # updates of a state's elements, some 7 ms: below, waking a thread may take longer than it helps
 
 _on = contextvars.ContextVar("native", default=True)
 
@@ -66,7 +66,8 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
     waiting = [_pool(os.getpid()).submit(compute, mine) for mine in held[1:]]
     compute(held[0])
     for thread in waiting:
-        thread.result()
+        if not thread.cancel():  # one that has not begun has nothing left to do
+            thread.result()
 
 
 @functools.cache
