@@ -29,6 +29,7 @@ HIGHEST = 2.0
 TOLERANCE = 1e-3
 FIT_NEEDLES = (0.0, 0.4, 0.6, 0.9)
 FIT_STEPS = 60
+TIE = 1e-9  # read-outs that equal the threshold must not pass it by rounding
 FIT_RATE = 0.1
 
 
@@ -82,7 +83,7 @@ class Bench:
 
     def success(self, zero: Float[Tensor, " d"], one: Float[Tensor, " d"]) -> float:
         """(1-q0)^m - (1-q01)^m with q0, q01 counted over the shared read-outs."""
-        tau = (1 - self.b + MARGIN) * math.log(self.n) ** 0.5
+        tau = (1 - self.b + MARGIN) * math.log(self.n) ** 0.5 + TIE
         quiet, loud = zero @ self.signs > tau, one @ self.signs > tau
         q0, q01 = quiet.double().mean().item(), (quiet | loud).double().mean().item()
         return (1 - q0) ** self.m - (1 - q01) ** self.m
