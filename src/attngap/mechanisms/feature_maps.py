@@ -76,7 +76,26 @@ class Elu(FeatureMap):
     name, positive = "elu", True
 
     def features(self, x, position):
-        return F.elu(x) + 1
+        return ShiftedElu.apply(x)
+
+
+class ShiftedElu(torch.autograd.Function):
+    """y = elu(x) + 1 = exp(min(x, 0)) + max(x, 0), with dy/dx = min(y, 1).
+
+    torch's own backward of elu takes ten times as long where the gradient lies otherwise in memory than x, as it does
+    behind an attention op.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clamp(max=0).exp_().add_(x.clamp(min=0))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (y,) = ctx.saved_tensors
+        return y.clamp(max=1) * grads[0]
 
 
 class Relu(FeatureMap):
@@ -95,8 +114,7 @@ class Polynomial(FeatureMap):
     and not d^degree.
     """
 
-    index: Tensor  # (r, degree)
-    coefficient: Tensor  # (r,)
+    factors: Tensor  # (degree, d, r), one entry in each column
     name, positive = "polynomial", False  # the features are signed; the weights are >= 0 for an even degree
 
     def __init__(self, heads: int, dim: int, kv_heads: int, *, degree: int = 2):
@@ -111,15 +129,16 @@ class Polynomial(FeatureMap):
                 "allowed; lower degree or dim"
             )
         index, coefficient = monomials(dim, degree)
-        self.register_buffer("index", index, persistent=False)
-        self.register_buffer("coefficient", coefficient, persistent=False)
+        factors = F.one_hot(index.T, dim).mT.double()  # (degree, d, r)
+        factors[0] *= coefficient * dim ** (-degree / 4)
+        self.register_buffer("factors", factors, persistent=False)
 
     def features(self, x, position):
-        x = x * self.dim**-0.25
-        product = x[..., self.index[:, 0]]  # (b, h, t, r)
-        for factor in self.index.T[1:]:
-            product = product * x[..., factor]
-        return product * self.coefficient.to(x.dtype)
+        """Each factor by a product of matrices: as exact as indexing, and several times as fast with its backward."""
+        product, *others = (x @ factor for factor in self.factors.to(x.dtype))  # (b, h, t, r)
+        for other in others:
+            product = product * other
+        return product
 
 
 class Taylor(FeatureMap):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +16,8 @@ from attngap.ops.hybrid_blocks import Near
 
 CLUSTER_ROUNDS = 5
 CLUSTER_SAMPLE = 4096  # queries of a group that prototypes are looked for in
-SHARPNESS = 2.0  # of the first mixture, in units of the squared distance from a query to its nearest prototype
+LIFTS = (0.0, -1.0, -2.0, -3.0, -4.5, -6.0, -9.0)  # of a head's first log-gain; at -9 there is hardly a far part
+SETTLED_ON = 3  # passages that first gains are chosen on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +26,15 @@ class FitOptions:
 
     steps: int = 60
     rate: float = 1e-2
-    batch: int = 2  # passages a step
+    batch: int = 1  # passages a step
     check: int = 20  # steps between looks at the held-out passages
     heldout: int = 1  # passages, the last ones, that are never trained on
     seed: int = 0
+    sharpness: float = 8.0  # of the first mixture, in units of the squared distance from a query to its prototype
+    settle: bool = True  # choose each head's first gain, by what fits best
 
 
-QUICK = FitOptions(steps=16, batch=1, check=16)
+QUICK = FitOptions(steps=16, check=16, sharpness=2.0, settle=False)
 
 
 def fit_layer(
@@ -51,7 +55,7 @@ def fit_layer(
         raise AttngapError(
             f"A fit needs more passages than it holds out, got {passages} and heldout={options.heldout}; give more text"
         )
-    begin(mechanism, q, k)
+    begin(mechanism, q, k, sharpness=options.sharpness)
     train = passages - options.heldout
     judge = slice(train, None) if options.heldout else slice(None)
     energy = target.square().mean((0, 2, 3)).clamp(min=1e-12)  # (h,)
@@ -66,17 +70,18 @@ def fit_layer(
             _, out = mechanism.chunked(streams)
         return (out - target[which]).square().mean((0, 2, 3)) / energy
 
+    if options.settle and isinstance(mechanism, Hybrid) and mechanism.log_gain is not None:
+        _settle(mechanism.log_gain, lambda: misfit(slice(min(train, SETTLED_ON))))
     trained = [p for p in mechanism.parameters() if p.requires_grad]
     best, best_error = copy.deepcopy(mechanism.state_dict()), _without_grad(misfit, judge)
     if not trained or not options.steps:
         return best_error
     optimizer = torch.optim.Adam(trained, lr=options.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _one_cycle(step, options.steps))
-    generator = torch.Generator().manual_seed(options.seed)
+    order = _batches(train, options)
     for step in range(1, options.steps + 1):
-        chosen = torch.randperm(train, generator=generator)[: options.batch]
         optimizer.zero_grad()
-        misfit(chosen).sum().backward()
+        misfit(next(order)).sum().backward()
         optimizer.step()
         schedule.step()
         if step % options.check == 0 or step == options.steps:
@@ -86,6 +91,32 @@ def fit_layer(
     mechanism.load_state_dict(best)
     mechanism.zero_grad()
     return best_error
+
+
+def _batches(passages: int, options: FitOptions) -> Iterator[Int[Tensor, " batch"]]:
+    """Passages in random order, all of them before any comes again."""
+    generator = torch.Generator().manual_seed(options.seed)
+    left = torch.empty(0, dtype=torch.long)
+    while True:
+        while len(left) < options.batch:
+            left = torch.cat((left, torch.randperm(passages, generator=generator)))
+        yield left[: options.batch]
+        left = left[options.batch :]
+
+
+@torch.no_grad()
+def _settle(log_gain: Tensor, misfit: Callable[[], Float[Tensor, " h"]]) -> None:
+    """Lower each head's gain to what fits best.
+
+    Prototypes are means of queries, hence shorter than these, and overrate keys that a query shuns: heads that read
+    little far away began with a far part many times too large, and most of the fit went into taking it back.
+    """
+    begun = log_gain.clone()
+    errors = []
+    for lift in LIFTS:
+        log_gain.copy_(begun + lift)
+        errors.append(misfit())
+    log_gain.copy_(begun + log_gain.new_tensor(LIFTS)[torch.stack(errors).argmin(0)])
 
 
 def _without_grad(misfit, which) -> Float[Tensor, " h"]:
@@ -100,7 +131,9 @@ def _one_cycle(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def begin(mechanism: Mechanism, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"]) -> None:
+def begin(
+    mechanism: Mechanism, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], *, sharpness: float
+) -> None:
     """Start prototype features from the queries of the data; other maps start where they were made.
 
     Each prototype is the center of a cluster of the group's queries, its key feature is divided by its mean over the
@@ -119,7 +152,7 @@ def begin(mechanism: Mechanism, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b
         size = (k[:, place].flatten(0, 1) @ centers.mT * scale).logsumexp(0) - _log_count(k)  # (r,)
         features.key_bias[place, 0] = -size
         spread = torch.cdist(queries, centers.expand(group, -1, -1)).square().amin(-1).mean(-1)  # (group,)
-        sharp = SHARPNESS / spread.clamp(min=1e-6)[:, None, None]  # (group, 1, 1)
+        sharp = sharpness / spread.clamp(min=1e-6)[:, None, None]  # (group, 1, 1)
         features.query_weight[heads] = sharp * centers.mT
         features.query_bias[heads] = -sharp / 2 * centers.square().sum(-1)
         features.query_scale[heads] = size - size.mean()
