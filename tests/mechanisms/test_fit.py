@@ -5,11 +5,11 @@ import torch
 
 from attngap import mechanism
 from attngap.errors import AttngapError
-from attngap.mechanisms.fit import FitOptions, begin, fit_layer
+from attngap.mechanisms.fit import FitOptions, _batches, begin, fit_layer
 from attngap.ops.naive import softmax_attention
 
 HYBRID = {"feature_map": "prototype", "window": 8, "sinks": 2, "relative": False, "gain": "query"}
-OPTIONS = FitOptions(steps=30, check=10)
+OPTIONS = FitOptions(steps=30, check=10, sharpness=2.0)
 
 
 def streams(passages=3, sharp=2.0):
@@ -47,10 +47,7 @@ def test_prototypes_are_exact_where_queries_are_prototypes():
     few = q[:, :, :5].repeat(1, 1, 13, 1)[:, :, :64]  # five distinct queries a head, ten a group
     target = softmax_attention(few, k, v)
     made = mechanism("prototype", 4, 8, kv_heads=2, features=64)
-    begin(made, few, k)
-    with torch.no_grad():
-        made.feature_map.query_weight.mul_(50)
-        made.feature_map.query_bias.mul_(50)
+    begin(made, few, k, sharpness=100.0)
     torch.testing.assert_close(made(None, few, k, v)[1], target, atol=1e-4, rtol=1e-3)
 
 
@@ -77,3 +74,20 @@ def test_without_held_out_passages_the_error_is_of_all():
     assert fit_layer(new(), *data, dataclasses.replace(OPTIONS, heldout=0, steps=5)).isfinite().all()
     with pytest.raises(AttngapError, match="more passages than it holds out, got 1 and heldout=1"):
         fit_layer(new(), *data, OPTIONS)
+
+
+def test_a_head_that_reads_nothing_far_begins_without_a_far_part():
+    q, k, v, target = streams()
+    near = new(feature_map="none", gain="none")(None, q, k, v)[1]
+    half = torch.cat((near[:, :2], target[:, 2:]), 1)
+    options = dataclasses.replace(OPTIONS, steps=0)
+    begun = fit_layer(new(), q, k, v, half, dataclasses.replace(options, settle=False))
+    settled = fit_layer(new(), q, k, v, half, options)
+    assert (settled[:2] < 0.01 * begun[:2]).all()
+    assert (settled[2:] <= begun[2:] + 0.02).all()
+
+
+def test_every_passage_is_fitted_to_before_any_comes_again():
+    order = _batches(5, dataclasses.replace(OPTIONS, batch=2))
+    drawn = torch.cat([next(order) for _ in range(5)])
+    assert sorted(drawn[:5].tolist()) == sorted(drawn[5:].tolist()) == list(range(5))

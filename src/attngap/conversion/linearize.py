@@ -159,7 +159,7 @@ class _Run:
 
     def fit_and_choose(self) -> Keep:
         o = self.options
-        fit = FitOptions(steps=o["steps"], check=max(1, o["steps"] // 3), heldout=self.heldout, seed=o["seed"])
+        fit = FitOptions(steps=o["steps"], check=max(1, o["steps"] // 4), heldout=self.heldout, seed=o["seed"])
         with self._stage("fitting layers", len(self.mechanisms)) as advance:
             self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.work, advance)
         done = self.work.piece("keep")
