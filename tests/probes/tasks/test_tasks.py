@@ -75,6 +75,7 @@ def test_chance_is_a_guess_that_ignores_the_question(name):
     pools = {
         "mqar": batch.targets,
         "selective-copy": batch.targets,
+        "needle": batch.targets,
         "induction": batch.inputs[:, 1 : getattr(t, "passage", 0)],
     }
     if name in pools:
@@ -165,11 +166,27 @@ def test_needle_is_the_separation_data():
     batch = t.sample(30, stream("x", 0))
     unit = np.sqrt(np.log(12))
     rows = batch.inputs[:, :-1] / unit
-    assert (batch.inputs[:, -1] == 0).all()
+    torch.testing.assert_close(batch.inputs[:, -1] / unit, torch.eye(6)[:1].expand(30, -1))  # asks for column 1
     torch.testing.assert_close(rows[:, :, 0].max(1).values, torch.full((30,), 0.7))
     assert ((rows[:, :, 0] <= 0.05).sum(1) == 11).all()
     torch.testing.assert_close(rows[:, :, 1:-1].sum(1), torch.full((30, 4), 3 * 0.4))  # every kind three times
     torch.testing.assert_close(rows[:, :, -1], torch.full((30, 12), 0.6))
+
+
+def test_needles_of_many_directions():
+    t = task("needle", rows=12, kinds=4, columns=3, directions=6, needles=4, a0=0.05)
+    torch.testing.assert_close(t.codebook.norm(dim=-1), torch.ones(6))
+    batch = t.sample(30, stream("x", 0))
+    rows, questions = (part / np.sqrt(np.log(12)) for part in batch.inputs.split([12, 4], dim=1))
+    assert (questions[:, :, 3:] == 0).all()
+    for sequence, asked, answers in zip(rows, questions[:, :, :3], batch.targets.tolist(), strict=True):
+        assert len({tuple(direction) for direction in asked.tolist()}) == 4
+        assert sorted(answers) == [0, 1, 2, 3]  # as many needles as kinds: each once
+        long = sequence[:, :3].norm(dim=-1) > 0.1
+        assert long.sum() == 4
+        for direction, answer in zip(asked, answers, strict=True):
+            (place,) = torch.nonzero((sequence[:, :3] - 0.7 * direction).abs().sum(-1) < 1e-5)[:, 0].tolist()
+            assert sequence[place, 3:-1].argmax() == answer
 
 
 def test_icl_regression_oracle_is_ridge():
@@ -268,6 +285,8 @@ def test_predicted_recall_is_half_at_the_capacity_law():
             r"pairs must be at most key_symbols \*\* key_tokens = 64 distinct keys, got 80",
         ),
         ("needle", {"rows": 100, "kinds": 16}, "kinds must divide rows, got 16 kinds and 100 rows"),
+        ("needle", {"needles": 3, "directions": 2, "columns": 2}, "needles must be at most directions = 2, got 3"),
+        ("needle", {"directions": 2}, "directions must be 1 where columns is 1, got 2"),
         ("single-location", {"directions": 0}, "directions must be at least 1, got 0"),
         ("text", {"length": 10**6}, "the bytes in the smallest split, got 1000000"),
         ("text", {"file": "nowhere.txt"}, "text: no file 'nowhere.txt'"),
