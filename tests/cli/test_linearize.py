@@ -59,6 +59,7 @@ def test_generate_continues_a_prompt(place):
     [
         ([], "Say which heads to keep: --plan plan.json, --keep 0.1 or --max-ppl-ratio 1.02"),
         (["--keep", "0.1", "--plan", "plan.json"], "--plan and --keep both say which heads to keep"),
+        (["--keep", "0.1", "--max-ppl-ratio", "1.1"], "--keep and --max-ppl-ratio both say how many heads to keep"),
         (["--keep", "2"], "--keep takes a share from 0 to 1, got 2"),
         (["--plan", "nowhere.json"], "Cannot read the plan 'nowhere.json'"),
     ],

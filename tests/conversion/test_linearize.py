@@ -110,6 +110,25 @@ def test_a_bare_plan_keeps_what_cannot_be_replaced():
     assert bare_plan(model, "tiny", made.replacement) == made.model_copy(update={"keep": ()})
 
 
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
+def test_a_share_of_the_heads_is_kept_without_a_plan(share, kept):
+    model, words, made = world()
+    bare = bare_plan(model, "tiny", made.replacement)
+    converted, receipt = linearize(model, words, bare, TEXT, **BRIEFLY, keep=share)
+    assert receipt.kept == kept
+    assert sum(4 - len(part.keep) for part in mixed_heads(converted).values()) == 8 - kept
+
+
+def test_the_heads_that_are_kept_are_those_it_hurts_to_replace():
+    model, words, made = world()
+    with torch.no_grad():
+        for layer, head in ((0, 1), (1, 2)):  # what these heads write is much larger than what others do
+            model.model.layers[layer].self_attn.o_proj.weight[:, 8 * head : 8 * (head + 1)] *= 20
+    bare = bare_plan(model, "tiny", made.replacement)
+    _, receipt = linearize(model, words, bare, TEXT, **BRIEFLY, keep=0.25)
+    assert receipt.keep == [(0, 1), (1, 2)]
+
+
 def test_the_smallest_keep_set_within_a_ratio():
     model, words, made = world()
     _, loose = linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=100.0)
@@ -150,6 +169,8 @@ def test_a_receipt_says_where_a_baseline_is_better(tmp_path):
         ({"tokens": 64}, "tokens must be at least 128, got 64"),
         ({"context": 1024, "tokens": 4096}, "context 1024 is beyond the model's 512 positions"),
         ({"max_ppl_ratio": -1.0}, "max_ppl_ratio must be positive, such as 1.02, got -1.0"),
+        ({"keep": 10.0}, "keep takes a share from 0 to 1, got 10.0. For a tenth of the heads: 0.1"),
+        ({"keep": 0.1, "max_ppl_ratio": 1.1}, "keep and max_ppl_ratio both say which heads to keep"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(change, message):

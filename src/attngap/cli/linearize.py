@@ -9,7 +9,6 @@ from attngap.errors import AttngapError
 
 if TYPE_CHECKING:
     from attngap.conversion.receipt import Receipt
-    from attngap.diagnosis.result import Diagnosis
 
 
 # Wide, because exact keys nearby bought more quality for their memory than features did (docs/results.md): at 16k
@@ -21,7 +20,7 @@ def linearize(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder or id, a .gguf file, smollm2 or minilm.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the converted model.")],
     plan: Annotated[Path | None, typer.Option(help="Written by `attngap plan`.")] = None,
-    keep: Annotated[float | None, typer.Option(help="Share of heads to keep; diagnoses first.")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of heads to keep: those it hurts most.")] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="Keep as few heads as this ratio allows.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
@@ -30,7 +29,7 @@ def linearize(
     context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20480,
     steps: Annotated[int, typer.Option(help="Steps of fitting each layer.")] = 40,
-    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 16,
+    joint: Annotated[int, typer.Option(help="Steps of fitting all layers together.")] = 12,
     rounds: Annotated[int, typer.Option(help="Rounds of trading kept heads.")] = 2,
     lora: Annotated[int, typer.Option(help="Rank of LoRA; 0 for none.")] = 0,
     seed: Annotated[int, typer.Option(help="Chooses passages and order.")] = 0,
@@ -57,11 +56,7 @@ def linearize(
     loaded, tokenizer = load(model)
     if chosen is None:
         window, sinks = WINDOW if window is None else window, SINKS if sinks is None else sinks
-        near = Replacement(window=window or 1, sinks=sinks)
-        if keep is None:
-            chosen = bare_plan(loaded, model, near)
-        else:
-            chosen = _diagnosed(loaded, tokenizer, documents, model, near, context, output, seed).plan(keep)
+        chosen = bare_plan(loaded, model, Replacement(window=window or 1, sinks=sinks))
     converted, receipt = run(
         loaded,
         tokenizer,
@@ -75,6 +70,7 @@ def linearize(
         steps=steps,
         joint=joint,
         rounds=rounds,
+        keep=keep,
         max_ppl_ratio=max_ppl_ratio,
         lora=lora,
         seed=seed,
@@ -98,6 +94,8 @@ def _check_choice(plan: Path | None, keep: float | None, max_ppl_ratio: float | 
         raise AttngapError("Say which heads to keep: --plan plan.json, --keep 0.1 or --max-ppl-ratio 1.02")
     if plan is not None and keep is not None:
         raise AttngapError("--plan and --keep both say which heads to keep. Give one of them")
+    if keep is not None and max_ppl_ratio is not None:
+        raise AttngapError("--keep and --max-ppl-ratio both say how many heads to keep. Give one of them")
     if keep is not None and not 0 <= keep <= 1:
         raise AttngapError(f"--keep takes a share from 0 to 1, got {keep}. For a tenth of the heads: --keep 0.1")
 
@@ -106,33 +104,9 @@ def check_folder(output: Path, overwrite: bool) -> None:
     """A folder that holds something else is left alone; one with unfinished work is gone on with."""
     if (output / "attngap.json").exists() and not overwrite:
         raise AttngapError(f"'{output}' already holds a converted model. Choose another folder, or pass --overwrite")
-    ours = ("work", "diagnosis", "attngap.json")
+    ours = ("work", "attngap.json")
     if output.is_dir() and any(output.iterdir()) and not any((output / name).exists() for name in ours):
         raise AttngapError(f"'{output}' is not empty and not a converted model. Choose another folder")
-
-
-def _diagnosed(model, tokenizer, documents, name, near, context, output, seed) -> "Diagnosis":
-    """A short diagnosis, kept in the folder: its damage estimate is what the plan goes by."""
-    from attngap.diagnosis.diagnose import diagnose
-    from attngap.diagnosis.result import Diagnosis
-
-    folder = output / "diagnosis"
-    if (folder / "diagnosis.json").exists():
-        return Diagnosis.load(folder)
-    return diagnose(
-        model,
-        tokenizer,
-        documents,
-        context=context,
-        passages=2,
-        ranks=(),  # floors explain, a plan does not go by them
-        seed=seed,
-        window=near.window,
-        sinks=near.sinks,
-        directory=folder,
-        name=name,
-        quiet=False,
-    )
 
 
 def show(receipt: "Receipt", output: Path) -> None:

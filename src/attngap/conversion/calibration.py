@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.errors import AttngapError
 from attngap.models.texts import passages, stress
 
-SAMPLE_LENGTH = 512  # of one text the model writes, beyond any window; a passage may hold several
+SAMPLE_LENGTH = 384  # at most, of one text the model writes; a passage may hold several
 SAMPLED, REPEATED = 0.2, 0.3  # shares of the passages; the rest is text
 
 
@@ -76,8 +76,8 @@ def samples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, context: int, count: int, seed: int
 ) -> Int[Tensor, "count context"]:
     """Text drawn from the model at temperature one, each piece from a random first token."""
-    length = min(SAMPLE_LENGTH, context)
-    pieces = -(-context // length) * count
+    each = -(-context // SAMPLE_LENGTH)
+    length, pieces = -(-context // each), each * count
     generator = torch.Generator().manual_seed(seed)
     special = set(tokenizer.all_special_ids)
     ordinary = torch.tensor([i for i in range(len(tokenizer)) if i not in special])

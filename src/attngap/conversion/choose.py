@@ -1,6 +1,7 @@
 """Choose the heads that keep softmax by what giving it back to each would do to the converted model as it is."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from attngap.conversion.joint import Judge, divergence, outputs, together
+from attngap.conversion.joint import Judge, divergence, together
 from attngap.mechanisms.base import Mechanism
+from attngap.models.capture import Call, capture
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
 Head = tuple[int, int]  # layer, head
 Keep = frozenset[Head]
+ByLayer = dict[int, Float[Tensor, " h"]]
+SHRINK = 1.7  # by how much each round makes a keep set smaller
+TRADED = (0.5, 0.25, 0.1)  # shares of the wanted exchanges that are tried: all at once would overshoot
 
 
 def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Iterable[Head]) -> PreTrainedModel:
@@ -27,15 +32,37 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
     return swap(model, {layer: (m, heads) for layer, (m, heads) in layers.items() if len(heads) < m.heads})
 
 
+def damage(
+    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], judge: Judge, *, seed: int = 0
+) -> list[ByLayer]:
+    """What replacing each head alone would do to each passage, by the Fisher score of THEORY 5."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for tokens in judge.passages[:, None]:
+        shares = _no_shares(mechanisms, tokens.shape[1])
+
+        def watch(call: Call, shares: dict[int, Tensor] = shares) -> Tensor | None:
+            if call.cross or call.layer not in shares:
+                return None
+            with torch.no_grad():
+                change = call.output - mechanisms[call.layer](None, call.q, call.k, call.v)[1]
+            return call.output + shares[call.layer][..., None] * change
+
+        with frozen(original), torch.enable_grad(), capture(original, watch):
+            out = judge.read(original, tokens)
+        found.append(_information(out, shares, generator, labels=judge.labels))
+    return found
+
+
 def worth(
-    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, *, seed: int = 0
+    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, alone: list[ByLayer]
 ) -> tuple[dict[Head, float], Float[Tensor, " count"]]:
     """What softmax in each head is worth to the model as converted now, and the divergence on each passage.
 
-    Worth is the divergence without softmax minus with it, as a share of what all heads come to on the passage. With
-    a_h the share of softmax in head h's output, o = o_replaced + a_h (o_softmax - o_replaced), the divergence is
-    expanded to second order in a_h: its slope, and the Fisher information of a_h from labels drawn from the model.
-    Slope and information are those of the converted model, so they know what the other replacements do to this head.
+    Worth is the divergence without softmax minus with it. With a_h the share of softmax in head h's output,
+    o = o_replaced + a_h (o_softmax - o_replaced), the divergence is expanded to second order in a_h: its slope in the
+    converted model, which knows what the other replacements do to this head, and half its second derivative, which is
+    the damage that the head does `alone`.
     """
     every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
     model = swap(original, every)
@@ -43,27 +70,19 @@ def worth(
         layer: torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(m.heads)])
         for layer, m in mechanisms.items()
     }
-    generator = torch.Generator().manual_seed(seed)
     losses, found = [], []
-    for tokens, teacher in judge.pairs():
+    for (tokens, teacher), second in zip(judge.pairs(), alone, strict=True):
         shares = _no_shares(mechanisms, tokens.shape[1])
         parts = mixed_heads(model)
         hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
         with frozen(model), torch.enable_grad():
-            out = outputs(model, tokens)
-            loss = divergence(out, teacher, labels=judge.labels)
+            loss = divergence(judge.read(model, tokens), teacher, labels=judge.labels)
         for hook in hooks:
             hook.remove()
-        slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
-        information = _information(out, shares, generator, labels=judge.labels)
-        found.append(
-            {
-                layer: sign[layer] * information[layer] - slope.sum(-1)
-                for layer, slope in zip(shares, slopes, strict=True)
-            }
-        )
+        slopes = dict(zip(shares, torch.autograd.grad(loss, list(shares.values())), strict=True))
+        found.append({layer: sign[layer] * second[layer] - slope.sum(-1) for layer, slope in slopes.items()})
         losses.append(loss.detach())
-    return _of_all(found), torch.stack(losses)
+    return of_all(found), torch.stack(losses)
 
 
 def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Float[Tensor, "h t"]]:
@@ -72,18 +91,22 @@ def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Fl
 
 def _information(
     out: Tensor, shares: dict[int, Float[Tensor, "h t"]], generator: torch.Generator, *, labels: bool
-) -> dict[int, Float[Tensor, " h"]]:
+) -> ByLayer:
     """Half the second derivative of the divergence in each head's share, by layer; `out` are logits or states."""
     with torch.no_grad():
         cotangent = _fisher_direction(out.detach(), generator, labels=labels)
     grads = torch.autograd.grad(out, list(shares.values()), cotangent)
     # of independent labels at each token, so squares add up over tokens
-    squares = [grad.square().mean(-1) / 2 if labels else grad.sum(-1).square() for grad in grads]
+    rows = out.shape[1]
+    squares = [grad.square().sum(-1) / rows / 2 if labels else grad.sum(-1).square() for grad in grads]
     return dict(zip(shares, squares, strict=True))
 
 
-def _of_all(found: list[dict[int, Float[Tensor, " h"]]]) -> dict[Head, float]:
-    """Mean over passages of each head's value relative to the sum of all positive ones."""
+def of_all(found: list[ByLayer]) -> dict[Head, float]:
+    """Mean over passages of each head's value relative to the sum of all positive ones.
+
+    Passages are weighed alike, so that neither text nor recall drowns the other.
+    """
     total: dict[Head, float] = {}
     for values in found:
         scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
@@ -131,7 +154,9 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
                 is_causal=part.mechanism.causal and mask is None,
                 scale=scale,
             )
-            change = exact - part.mechanism(None, q, k, v)[1]
+            change = exact - out
+            if len(part.keep):
+                change[:, part.keep] = (exact - part.mechanism(None, q, k, v)[1])[:, part.keep]
         return out + share[..., None] * change
 
     return hook
@@ -154,6 +179,34 @@ def best_of(scores: Mapping[Head, float], count: int, mechanisms: Mapping[int, M
     return frozenset(kept)
 
 
+def prune(
+    original: PreTrainedModel,
+    mechanisms: Mapping[int, Mechanism],
+    count: int,
+    judge: Judge,
+    *,
+    rounds: int,
+    grouped: bool,
+    advance: Callable[..., None],
+) -> Keep:
+    """The `count` heads to keep: first by damage, then round by round the least worth of those still kept goes.
+
+    Damage is of one head alone. What a head is worth depends on which others are replaced, so it is asked anew on the
+    way, while the model is still near the original and an expansion holds.
+    """
+    alone = damage(original, mechanisms, judge)
+    scores = of_all(alone)
+    for left in reversed(range(rounds + 1)):
+        size = min(len(scores), round(count * SHRINK**left))
+        keep = best_of(scores, size, mechanisms, grouped=grouped)
+        if not left or not count:
+            break
+        found, now = worth(original, mechanisms, keep, judge, alone)
+        advance(note=f"{size} heads kept, divergence {together(now):.4f}")
+        scores = {head: found[head] for head in keep}
+    return keep
+
+
 def refine(
     original: PreTrainedModel,
     mechanisms: Mapping[int, Mechanism],
@@ -165,30 +218,34 @@ def refine(
     advance: Callable[..., None],
 ) -> Keep:
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
-    if not rounds:
-        return keep
-    scores, now = worth(original, mechanisms, keep, judge)
-    for left in reversed(range(rounds)):
-        tried = _trade(scores, keep, mechanisms, grouped=grouped)
-        advance(note=f"divergence {together(now):.4f}")
-        if tried == keep:
+    alone = damage(original, mechanisms, judge) if rounds else []
+    for _ in range(rounds):
+        scores, losses = worth(original, mechanisms, keep, judge, alone)
+        now = together(losses)
+        advance(note=f"divergence {now:.4f}")
+        better = (
+            tried
+            for tried in _trades(scores, keep, mechanisms, grouped=grouped)
+            if together(judge(convert(original, mechanisms, tried))) < now
+        )
+        found = next(better, None)
+        if found is None:
             break
-        if left:
-            scores, then = worth(original, mechanisms, tried, judge)
-        else:
-            then = judge(convert(original, mechanisms, tried))
-        if together(then) >= together(now):
-            break
-        keep, now = tried, then
+        keep = found
     return keep
 
 
-def _trade(scores: Mapping[Head, float], keep: Keep, mechanisms: Mapping[int, Mechanism], *, grouped: bool) -> Keep:
-    """Half of the exchanges that the scores ask for, the surest first: all at once would overshoot."""
+def _trades(
+    scores: Mapping[Head, float], keep: Keep, mechanisms: Mapping[int, Mechanism], *, grouped: bool
+) -> Iterator[Keep]:
+    """Some of the exchanges that the scores ask for, the surest first, then fewer."""
     wanted = best_of(scores, len(keep), mechanisms, grouped=grouped)
+    if wanted == keep:
+        return
     if grouped:
-        return wanted
+        yield wanted
+        return
     enter = sorted(wanted - keep, key=lambda head: (-scores[head], head))
     leave = sorted(keep - wanted, key=lambda head: (scores[head], head))
-    half = -(-len(enter) // 2)
-    return (keep - frozenset(leave[:half])) | frozenset(enter[:half])
+    for some in dict.fromkeys(math.ceil(share * len(enter)) for share in TRADED):
+        yield (keep - frozenset(leave[:some])) | frozenset(enter[:some])

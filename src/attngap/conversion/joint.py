@@ -66,15 +66,24 @@ class _Divergence(torch.autograd.Function):
 
 
 class Judge:
-    """The divergence on some passages, which the original reads once."""
+    """The divergence on some passages, which the original reads once.
+
+    The first `exact` tokens of a passage are left out where others follow: no replacement changes them.
+    """
 
     @torch.no_grad()
-    def __init__(self, original: PreTrainedModel, passages: Int[Tensor, "count context"]):
+    def __init__(self, original: PreTrainedModel, passages: Int[Tensor, "count context"], exact: int = 0):
         self.passages = passages
         self.labels = original.get_output_embeddings() is not None
+        context = passages.shape[1]
+        self._last = context - exact if self.labels and 0 < exact < context else None
         # float16 halves 200 MB a passage; logits of 30 are rounded by 0.01, a divergence by less than 0.0001.
         kept = torch.float16 if self.labels else torch.float32
-        self._teachers = [outputs(original, passage[None]).to(kept) for passage in passages]
+        self._teachers = [self.read(original, passage[None]).to(kept) for passage in passages]
+
+    def read(self, model: PreTrainedModel, tokens: Int[Tensor, "1 context"]) -> Tensor:
+        """What a model makes of a passage of this length, where replacements can change it."""
+        return outputs(model, tokens, self._last)
 
     def pairs(self) -> Iterator[tuple[Int[Tensor, "1 context"], Tensor]]:
         """Each passage and what the original makes of it."""
@@ -84,7 +93,7 @@ class Judge:
     @torch.no_grad()
     def __call__(self, converted: PreTrainedModel) -> Float[Tensor, " count"]:
         losses = [
-            divergence(outputs(converted, passage), teacher, labels=self.labels) for passage, teacher in self.pairs()
+            divergence(self.read(converted, passage), teacher, labels=self.labels) for passage, teacher in self.pairs()
         ]
         return torch.stack(losses)
 
@@ -122,9 +131,9 @@ def fit_jointly(
             for group in optimizer.param_groups:
                 group["lr"] = rate * _pace(step, len(passages))
             with torch.no_grad():
-                teacher = outputs(original, passage)
+                teacher = judge.read(original, passage)
             optimizer.zero_grad()
-            loss = divergence(outputs(converted, passage), teacher, labels=judge.labels)
+            loss = divergence(judge.read(converted, passage), teacher, labels=judge.labels)
             loss.backward()
             optimizer.step()
             advance(note=f"divergence {loss.item():.4f}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.calibration import Shares, calibration, repeats
-from attngap.conversion.choose import Keep, best_of, convert, refine, worth
+from attngap.conversion.choose import Keep, best_of, convert, damage, of_all, prune, refine
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.joint import Judge, fit_jointly, trainable
@@ -47,8 +47,9 @@ def linearize(
     context: int = 1024,
     tokens: int = 20480,
     steps: int = 40,
-    joint: int = 16,
+    joint: int = 12,
     rounds: int = 2,
+    keep: float | None = None,
     max_ppl_ratio: float | None = None,
     lora: int = 0,
     seed: int = 0,
@@ -59,14 +60,14 @@ def linearize(
     """Replace the heads that `plan` does not keep; the converted model, which shares the original's weights.
 
     `tokens` of calibration in passages of `context`; `steps` of fitting a layer, `joint` of fitting all together,
-    `rounds` of trading kept heads. `max_ppl_ratio` looks for the smallest keep set instead of the plan's; `bare_plan`
-    makes a plan for it. A `work` folder keeps finished pieces, from which the same call goes on after it was killed.
-    The original is not changed.
+    `rounds` of trading kept heads. Instead of the plan's heads, `keep` keeps that share, those whose replacements do
+    most damage, and `max_ppl_ratio` looks for the smallest keep set; `bare_plan` makes a plan for these. A `work`
+    folder keeps finished pieces, from which the same call goes on after it was killed. The original is not changed.
     """
     text = text if text is None or isinstance(text, str) else list(text)
     plan.check(model)
     replacement, alone = choose_replacement(plan.replacement, mechanism=mechanism, window=window, sinks=sinks)
-    _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio)
+    _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio)
     shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
     _check_obstacles(plan, shapes)
     built = {shape.layer: build(shape, replacement, alone) for shape in shapes}
@@ -79,6 +80,7 @@ def linearize(
         "steps": steps,
         "joint": joint,
         "rounds": rounds,
+        "keep": keep,
         "max_ppl_ratio": max_ppl_ratio,
         "lora": lora,
         "seed": seed,
@@ -166,25 +168,34 @@ class _Run:
         if done is not None:
             return frozenset((layer, head) for layer, head in done["keep"].tolist())
         with self._stage("choosing heads", o["rounds"]) as advance:
-            keep = self._smallest() if o["max_ppl_ratio"] is not None else self._planned()
-            keep = refine(
-                self.model,
-                self.mechanisms,
-                keep,
-                self._judge,
-                rounds=o["rounds"] if 0 < len(keep) < self._heads() else 0,
-                grouped=self.plan.granularity == "group",
-                advance=advance,
-            )
+            keep = self._choose(advance)
         self.work.keep("keep", {"keep": torch.tensor(sorted(keep), dtype=torch.long).reshape(-1, 2)})
         return keep
 
+    def _choose(self, advance: Callable[..., None]) -> Keep:
+        o, heads = self.options, self._heads()
+        options = {"rounds": o["rounds"], "grouped": self.plan.granularity == "group", "advance": advance}
+        if o["max_ppl_ratio"] is not None:
+            keep = self._smallest()
+        elif o["keep"] is not None:
+            count = round(o["keep"] * heads)
+            return prune(self.model, self.mechanisms, count, self._judge, **options)
+        else:
+            keep = frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
+        if not 0 < len(keep) < heads:
+            return keep
+        return refine(self.model, self.mechanisms, keep, self._judge, **options)
+
     @functools.cached_property
     def _judge(self) -> Judge:
-        return Judge(self.model, self.tokens[-self.heldout :])
+        """The held-out passages; of a language model one more that asks for recall, which then counts half of all."""
+        heldout = self.tokens[-self.heldout :]
+        return Judge(self.model, torch.cat([heldout, self._repeats(50)]) if self.labels else heldout, self._exact)
 
-    def _planned(self) -> Keep:
-        return frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
+    @property
+    def _exact(self) -> int:
+        """Tokens of a passage that every replacement reads as softmax does."""
+        return self.options["window"] and self.options["window"] + self.options["sinks"]
 
     def _repeats(self, number: int) -> Int[Tensor, "1 context"]:
         """Repeated random tokens that calibration does not have."""
@@ -195,10 +206,10 @@ class _Run:
         return sum(m.heads for m in self.mechanisms.values())
 
     def _smallest(self) -> Keep:
-        """Bisection over the number of kept heads, ordered by what each is worth when all are replaced."""
+        """Bisection over the number of kept heads, ordered by the damage their replacements do."""
         target = self.options["max_ppl_ratio"]
         judged = passages(self.tokenizer, self.text, context=self.options["context"], count=2, split="heldout")
-        scores, _ = worth(self.model, self.mechanisms, frozenset(), self._judge)
+        scores = of_all(damage(self.model, self.mechanisms, self._judge))
         grouped = self.plan.granularity == "group"
         low, high, best = 0, self._heads(), frozenset(scores)
         ratio = 1.0
@@ -299,7 +310,7 @@ def _path(work: str | Path | None) -> Path | None:
     return None if work is None else Path(work)
 
 
-def _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio) -> None:
+def _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio) -> None:
     for label, value, least in (
         ("context", context, 16),
         ("steps", steps, 0),
@@ -313,6 +324,10 @@ def _check(model, context, tokens, steps, joint, rounds, lora, max_ppl_ratio) ->
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > limit:
         raise AttngapError(f"context {context} is beyond the model's {limit} positions. Give at most {limit}")
+    if keep is not None and not 0 <= keep <= 1:
+        raise AttngapError(f"keep takes a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
+    if keep is not None and max_ppl_ratio is not None:
+        raise AttngapError("keep and max_ppl_ratio both say which heads to keep. Give one of them")
     if max_ppl_ratio is not None:
         if model.get_output_embeddings() is None:
             raise AttngapError("max_ppl_ratio needs a language model; an encoder has no perplexity. Give a plan")
