@@ -1,7 +1,8 @@
 """Fit every layer's replacement to the layer's own outputs, each on its own, while the model runs once."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from attngap.conversion.work import Work
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions, fit_layer
 from attngap.models.capture import Call, capture
+
+SIDE_BY_SIDE = 4  # layers fitted at a time, at most: each holds its queries, keys and values
+
+Streams = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, output
 
 
 class _AllFitted(Exception):
@@ -29,8 +34,9 @@ def fit_all(
 ) -> Float[Tensor, "layers h"]:
     """Fit the mechanisms in place; the held-out error of each head. Finished layers are kept in `work`.
 
-    All passages go through the model as one batch and each layer is fitted where it is met: one pass, and the queries,
-    keys and values of one layer in memory.
+    All passages go through the model as one batch and layers are fitted where they are met: one pass, and the queries,
+    keys and values of a few layers in memory. Fits are many small operations, which gain little from more threads than
+    one; so as many layers as there are threads are fitted side by side.
     """
     errors: dict[int, Tensor] = {}
     for layer, mechanism in mechanisms.items():
@@ -40,18 +46,22 @@ def fit_all(
             mechanism.load_state_dict(done)
             advance()
     missing = set(mechanisms) - set(errors)
+    waiting: dict[int, Streams] = {}
 
     def watch(call: Call) -> None:
         if call.cross or call.layer not in missing:
             return
-        advance(0, note=f"layer {call.layer}")
         q, k, v, out = (x.float() for x in (call.q, call.k, call.v, call.output))
-        mechanism = mechanisms[call.layer]
-        with torch.enable_grad():
-            errors[call.layer] = fit_layer(mechanism, q, k, v, out, options)
-        work.keep(f"layer-{call.layer}", mechanism.state_dict() | {"error": errors[call.layer]})
-        missing.remove(call.layer)
-        advance()
+        waiting[call.layer] = q, k, v, out
+        if len(waiting) < min(_at_a_time(), len(missing)):
+            return
+        advance(0, note=f"layer {call.layer}")
+        for layer, error in _fit(mechanisms, waiting, options).items():
+            errors[layer] = error
+            work.keep(f"layer-{layer}", mechanisms[layer].state_dict() | {"error": error})
+            missing.remove(layer)
+            advance()
+        waiting.clear()
         if not missing:
             raise _AllFitted
 
@@ -61,3 +71,22 @@ def fit_all(
         with torch.no_grad(), capture(body, watch), contextlib.suppress(_AllFitted):
             body(input_ids=tokens, **cache)
     return torch.stack([errors[layer] for layer in mechanisms])
+
+
+def _at_a_time() -> int:
+    return min(SIDE_BY_SIDE, torch.get_num_threads())
+
+
+def _fit(
+    mechanisms: Mapping[int, Mechanism], streams: Mapping[int, Streams], options: FitOptions
+) -> dict[int, Float[Tensor, " h"]]:
+    """Each layer in a thread of its own, with the same share of all threads however many there are: a share decides
+    the order of sums, and a resumed run must repeat them to the bit."""
+    threads = torch.get_num_threads()
+    share = max(1, threads // _at_a_time())
+    try:
+        with ThreadPoolExecutor(len(streams), initializer=torch.set_num_threads, initargs=(share,)) as pool:
+            fits = {layer: pool.submit(fit_layer, mechanisms[layer], *each, options) for layer, each in streams.items()}
+            return {layer: fit.result() for layer, fit in fits.items()}
+    finally:
+        torch.set_num_threads(threads)  # the share would be that of every thread begun from now on
