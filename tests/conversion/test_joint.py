@@ -3,7 +3,12 @@
 import torch
 from torch.nn import functional as F
 
-from attngap.conversion.joint import ROWS, divergence
+from attngap.conversion.choose import convert
+from attngap.conversion.joint import ROWS, Judge, divergence
+from attngap.conversion.replacement import build
+from attngap.models.swap import layer_shapes
+from tests.conversion.small import plan
+from tests.models.tiny import tiny
 
 
 def test_divergence_and_its_gradient_are_those_of_torch():
@@ -21,3 +26,14 @@ def test_divergence_and_its_gradient_are_those_of_torch():
     (3 * found).backward()
     (3 * expected).backward()
     torch.testing.assert_close(student.grad.double(), plain.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_judge_leaves_out_the_tokens_that_stay_exact_and_no_others():
+    model = tiny()
+    parts = {shape.layer: build(shape, plan(model).replacement, None)[0] for shape in layer_shapes(model)}
+    converted = convert(model, parts, ())
+    tokens = torch.arange(1, 41)[None]
+    whole, late, later = (Judge(model, tokens, exact)(converted) for exact in (0, 10, 11))
+    torch.testing.assert_close(late * 30, whole * 40, rtol=1e-3, atol=1e-6)  # window 8 and 2 sinks: the same sum
+    assert abs(later * 29 - whole * 40) > 1e-3 * whole * 40
+    assert torch.equal(Judge(model, tokens, 40)(converted), whole)  # nothing would be left: all count

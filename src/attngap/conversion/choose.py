@@ -34,8 +34,8 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
 
 def damage(
     original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], judge: Judge, *, seed: int = 0
-) -> list[ByLayer]:
-    """What replacing each head alone would do to each passage, by the Fisher score of THEORY 5."""
+) -> dict[Head, float]:
+    """What replacing each head alone would do, by the Fisher score of THEORY 5, as a share of what all come to."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for tokens in judge.passages[:, None]:
@@ -51,18 +51,18 @@ def damage(
         with frozen(original), torch.enable_grad(), capture(original, watch):
             out = judge.read(original, tokens)
         found.append(_information(out, shares, generator, labels=judge.labels))
-    return found
+    return _of_all(found)
 
 
 def worth(
-    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, alone: list[ByLayer]
+    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, *, seed: int = 0
 ) -> tuple[dict[Head, float], Float[Tensor, " count"]]:
     """What softmax in each head is worth to the model as converted now, and the divergence on each passage.
 
     Worth is the divergence without softmax minus with it. With a_h the share of softmax in head h's output,
-    o = o_replaced + a_h (o_softmax - o_replaced), the divergence is expanded to second order in a_h: its slope in the
-    converted model, which knows what the other replacements do to this head, and half its second derivative, which is
-    the damage that the head does `alone`.
+    o = o_replaced + a_h (o_softmax - o_replaced), the divergence is expanded to second order in a_h: its slope, and the
+    Fisher information of a_h from labels drawn from the model. Both are those of the converted model, so they know
+    what the other replacements do to this head.
     """
     every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
     model = swap(original, every)
@@ -70,19 +70,23 @@ def worth(
         layer: torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(m.heads)])
         for layer, m in mechanisms.items()
     }
+    generator = torch.Generator().manual_seed(seed)
     losses, found = [], []
-    for (tokens, teacher), second in zip(judge.pairs(), alone, strict=True):
+    for tokens, teacher in judge.pairs():
         shares = _no_shares(mechanisms, tokens.shape[1])
         parts = mixed_heads(model)
         hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
         with frozen(model), torch.enable_grad():
-            loss = divergence(judge.read(model, tokens), teacher, labels=judge.labels)
+            out = judge.read(model, tokens)
+            loss = divergence(out, teacher, labels=judge.labels)
         for hook in hooks:
             hook.remove()
-        slopes = dict(zip(shares, torch.autograd.grad(loss, list(shares.values())), strict=True))
-        found.append({layer: sign[layer] * second[layer] - slope.sum(-1) for layer, slope in slopes.items()})
+        slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
+        second = _information(out, shares, generator, labels=judge.labels)
+        pairs = zip(shares, slopes, strict=True)
+        found.append({layer: sign[layer] * second[layer] - slope.sum(-1) for layer, slope in pairs})
         losses.append(loss.detach())
-    return of_all(found), torch.stack(losses)
+    return _of_all(found), torch.stack(losses)
 
 
 def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Float[Tensor, "h t"]]:
@@ -102,7 +106,7 @@ def _information(
     return dict(zip(shares, squares, strict=True))
 
 
-def of_all(found: list[ByLayer]) -> dict[Head, float]:
+def _of_all(found: list[ByLayer]) -> dict[Head, float]:
     """Mean over passages of each head's value relative to the sum of all positive ones.
 
     Passages are weighed alike, so that neither text nor recall drowns the other.
@@ -194,14 +198,13 @@ def prune(
     Damage is of one head alone. What a head is worth depends on which others are replaced, so it is asked anew on the
     way, while the model is still near the original and an expansion holds.
     """
-    alone = damage(original, mechanisms, judge)
-    scores = of_all(alone)
+    scores = damage(original, mechanisms, judge)
     for left in reversed(range(rounds + 1)):
         size = min(len(scores), round(count * SHRINK**left))
         keep = best_of(scores, size, mechanisms, grouped=grouped)
         if not left or not count:
             break
-        found, now = worth(original, mechanisms, keep, judge, alone)
+        found, now = worth(original, mechanisms, keep, judge)
         advance(note=f"{size} heads kept, divergence {together(now):.4f}")
         scores = {head: found[head] for head in keep}
     return keep
@@ -218,9 +221,8 @@ def refine(
     advance: Callable[..., None],
 ) -> Keep:
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
-    alone = damage(original, mechanisms, judge) if rounds else []
     for _ in range(rounds):
-        scores, losses = worth(original, mechanisms, keep, judge, alone)
+        scores, losses = worth(original, mechanisms, keep, judge)
         now = together(losses)
         advance(note=f"divergence {now:.4f}")
         better = (

@@ -13,17 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.calibration import Shares, calibration, repeats
-from attngap.conversion.choose import Keep, best_of, convert, damage, of_all, prune, refine
+from attngap.conversion.choose import Keep, best_of, convert, damage, prune, refine
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.joint import Judge, fit_jointly, trainable
-from attngap.conversion.quality import on_text
-from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
+from attngap.conversion.quality import perplexity
+from attngap.conversion.receipt import Receipt
 from attngap.conversion.replacement import build, choose_replacement
 from attngap.conversion.work import Work
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions
+from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.lora import add_lora
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.save import Base, describe, mark, weights_hash
@@ -32,6 +33,7 @@ from attngap.models.texts import passages
 from attngap.progress import progress
 from attngap.provenance import provenance
 
+JUDGED, REHEARSED = 50, 100  # numbers of the repeated passage that judges, and of the first that joint steps see
 JOINT_RATE = 7e-4  # at three times this the joint pass of a well-fitted model found nothing better than its start
 
 
@@ -190,12 +192,13 @@ class _Run:
     def _judge(self) -> Judge:
         """The held-out passages; of a language model one more that asks for recall, which then counts half of all."""
         heldout = self.tokens[-self.heldout :]
-        return Judge(self.model, torch.cat([heldout, self._repeats(50)]) if self.labels else heldout, self._exact)
+        return Judge(self.model, torch.cat([heldout, self._repeats(JUDGED)]) if self.labels else heldout, self._exact)
 
     @property
     def _exact(self) -> int:
-        """Tokens of a passage that every replacement reads as softmax does."""
-        return self.options["window"] and self.options["window"] + self.options["sinks"]
+        """Tokens of a passage that every replacement computes as softmax does."""
+        part = next(iter(self.mechanisms.values()), None)
+        return part.window + part.sinks if isinstance(part, Hybrid) else 0
 
     def _repeats(self, number: int) -> Int[Tensor, "1 context"]:
         """Repeated random tokens that calibration does not have."""
@@ -209,15 +212,15 @@ class _Run:
         """Bisection over the number of kept heads, ordered by the damage their replacements do."""
         target = self.options["max_ppl_ratio"]
         judged = passages(self.tokenizer, self.text, context=self.options["context"], count=2, split="heldout")
-        scores = of_all(damage(self.model, self.mechanisms, self._judge))
+        scores = damage(self.model, self.mechanisms, self._judge)
         grouped = self.plan.granularity == "group"
+        before = perplexity(self.model, judged)
         low, high, best = 0, self._heads(), frozenset(scores)
         ratio = 1.0
         while low < high:
             middle = (low + high) // 2
             keep = best_of(scores, middle, self.mechanisms, grouped=grouped)
-            pair = {ORIGINAL: self.model, CONVERTED: convert(self.model, self.mechanisms, keep)}
-            found = on_text(pair, judged, labels=True)[CONVERTED].perplexity_ratio or 1.0
+            found = perplexity(convert(self.model, self.mechanisms, keep), judged) / before
             if found <= target:
                 high, best, ratio = middle, keep, found
             else:
@@ -249,7 +252,7 @@ class _Run:
         return converted
 
     def _rehearsal(self) -> Int[Tensor, "steps context"]:
-        """What the joint pass sees: calibration passages, every second one made way for new repeated random tokens.
+        """What the joint pass sees: new repeated random tokens, and every fourth time a passage of calibration.
 
         Recall loses far more than text does, and repeated tokens cost nothing and never run out.
         """
@@ -258,8 +261,9 @@ class _Run:
         order = torch.cat([torch.randperm(train, generator=generator) for _ in range(-(-o["joint"] // train))])
         chosen = self.tokens[order[: o["joint"]]]
         if self.labels:
-            for step in range(0, o["joint"], 2):
-                chosen[step] = self._repeats(100 + step)[0]
+            for step in range(o["joint"]):
+                if step % 4 < 3:
+                    chosen[step] = self._repeats(REHEARSED + step)[0]
         return chosen
 
     def receipt(self, converted: PreTrainedModel, keep: Keep, measures: Measures) -> Receipt:

@@ -60,6 +60,13 @@ def on_text(
 
 
 @torch.no_grad()
+def perplexity(model: PreTrainedModel, tokens: Int[Tensor, "count context"]) -> float:
+    """Of all predicted tokens together."""
+    losses = [F.cross_entropy(outputs(model, row)[0, :-1].float(), row[0, 1:]) for row in tokens[:, None]]
+    return math.exp(float(torch.stack(losses).mean()))
+
+
+@torch.no_grad()
 def induction(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, context: int, trials: int, seed: int
 ) -> float:
