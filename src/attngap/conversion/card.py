@@ -6,7 +6,8 @@ from attngap.models.save import BASE, Conversion
 LIMITS = """\
 - Replaced heads read the first and the last tokens exactly and everything between through a state of fixed size: exact
   recall from the middle of a long context rests on the heads that were kept.
-- Fitted and measured at {context} tokens; longer contexts run in the same memory, and their quality was not fitted.
+- Fitted and measured at {context} tokens. From there on a replaced head reads the first and the last tokens alone:
+  features do not carry over to positions they were not fitted to. For more convert with a longer --context.
 - Packed sequences and custom 4D attention masks are refused, as are caches that can be cropped (assisted generation).
 - The figures are those of this receipt, on its texts and machine; measure yours: `attngap eval DIR --text FILE`."""
 

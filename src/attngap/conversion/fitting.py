@@ -10,12 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attngap import engine
 from attngap.conversion.work import Work
+from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions, fit_layer
 from attngap.models.capture import Call, capture
 
 SIDE_BY_SIDE = 4  # layers fitted at a time, at most: each holds its queries, keys and values
+ON_RAY = 16  # layers sent to a cluster at a time
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, output
 
@@ -31,13 +34,15 @@ def fit_all(
     options: FitOptions,
     work: Work,
     advance: Callable[..., None],
+    ray: str | None = None,
 ) -> Float[Tensor, "layers h"]:
     """Fit the mechanisms in place; the held-out error of each head. Finished layers are kept in `work`.
 
     All passages go through the model as one batch and layers are fitted where they are met: one pass, and the queries,
     keys and values of a few layers in memory. Fits are many small operations, which gain little from more threads than
-    one; so as many layers as there are threads are fitted side by side.
+    one; so as many layers as there are threads are fitted side by side, or `ON_RAY` of them on the cluster at `ray`.
     """
+    at_a_time = _at_a_time() if ray is None else ON_RAY
     errors: dict[int, Tensor] = {}
     for layer, mechanism in mechanisms.items():
         done = work.piece(f"layer-{layer}")
@@ -53,10 +58,11 @@ def fit_all(
             return
         q, k, v, out = (x.float() for x in (call.q, call.k, call.v, call.output))
         waiting[call.layer] = q, k, v, out
-        if len(waiting) < min(_at_a_time(), len(missing)):
+        if len(waiting) < min(at_a_time, len(missing)):
             return
         advance(0, note=f"layer {call.layer}")
-        for layer, error in _fit(mechanisms, waiting, options).items():
+        fitted = _fit(mechanisms, waiting, options) if ray is None else _fit_on(ray, mechanisms, waiting, options)
+        for layer, error in fitted.items():
             errors[layer] = error
             work.keep(f"layer-{layer}", mechanisms[layer].state_dict() | {"error": error})
             missing.remove(layer)
@@ -90,3 +96,25 @@ def _fit(
             return {layer: fit.result() for layer, fit in fits.items()}
     finally:
         torch.set_num_threads(threads)  # the share would be that of every thread begun from now on
+
+
+def _fit_on(
+    ray: str, mechanisms: Mapping[int, Mechanism], streams: Mapping[int, Streams], options: FitOptions
+) -> dict[int, Float[Tensor, " h"]]:
+    """Each layer as a job on a Ray cluster."""
+    layers, errors = list(streams), {}
+    jobs = [(mechanisms[layer], streams[layer], options) for layer in layers]
+    for outcome in engine.run(_job, jobs, ray=ray):
+        layer = layers[outcome.index]
+        if outcome.error is not None:
+            raise AttngapError(f"Layer {layer} could not be fitted on the cluster: {outcome.error}")
+        state, errors[layer] = outcome.value
+        mechanisms[layer].load_state_dict(state)
+    return errors
+
+
+def _job(job: tuple[Mechanism, Streams, FitOptions]) -> tuple[dict[str, Tensor], Float[Tensor, " h"]]:
+    mechanism, streams, options = job
+    torch.set_num_threads(1)
+    error = fit_layer(mechanism, *streams, options)
+    return mechanism.state_dict(), error

@@ -48,7 +48,7 @@ def linearize(
     sinks: int | None = None,
     context: int = 1024,
     tokens: int = 20480,
-    steps: int = 40,
+    steps: int = 30,
     joint: int = 12,
     rounds: int = 2,
     keep: float | None = None,
@@ -57,6 +57,7 @@ def linearize(
     seed: int = 0,
     measures: Measures | None = None,
     work: str | Path | None = None,
+    ray: str | None = None,
     quiet: bool = True,
 ) -> tuple[PreTrainedModel, Receipt]:
     """Replace the heads that `plan` does not keep; the converted model, which shares the original's weights.
@@ -64,7 +65,8 @@ def linearize(
     `tokens` of calibration in passages of `context`; `steps` of fitting a layer, `joint` of fitting all together,
     `rounds` of trading kept heads. Instead of the plan's heads, `keep` keeps that share, those whose replacements do
     most damage, and `max_ppl_ratio` looks for the smallest keep set; `bare_plan` makes a plan for these. A `work`
-    folder keeps finished pieces, from which the same call goes on after it was killed. The original is not changed.
+    folder keeps finished pieces, from which the same call goes on after it was killed. Layers are fitted side by side,
+    or on the Ray cluster at `ray`. The original is not changed.
     """
     text = text if text is None or isinstance(text, str) else list(text)
     plan.check(model)
@@ -72,7 +74,7 @@ def linearize(
     _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio)
     shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
     _check_obstacles(plan, shapes)
-    built = {shape.layer: build(shape, replacement, alone) for shape in shapes}
+    built = {shape.layer: build(shape, replacement, alone, reach=context) for shape in shapes}
     options = {
         "mechanism": alone or replacement.feature_map,
         "window": 0 if alone else replacement.window,
@@ -87,11 +89,12 @@ def linearize(
         "lora": lora,
         "seed": seed,
     }
-    key = options | {"plan": plan.model_dump_json(), "text": text, "threads": torch.get_num_threads()}
+    threads = torch.get_num_threads() if ray is None else "ray"
+    key = options | {"plan": plan.model_dump_json(), "text": text, "threads": threads}
     run = _Run(
         model, tokenizer, plan, text, options, {i: m for i, (m, _) in built.items()}, Work(_path(work), key), quiet
     )
-    kept = run.fit_and_choose()
+    kept = run.fit_and_choose(ray)
     converted = run.join(kept)
     base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
     fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
@@ -161,11 +164,11 @@ class _Run:
             self.work.keep("tokens", {"tokens": found})
             return found
 
-    def fit_and_choose(self) -> Keep:
+    def fit_and_choose(self, ray: str | None) -> Keep:
         o = self.options
         fit = FitOptions(steps=o["steps"], check=max(1, o["steps"] // 4), heldout=self.heldout, seed=o["seed"])
         with self._stage("fitting layers", len(self.mechanisms)) as advance:
-            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.work, advance)
+            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.work, advance, ray)
         done = self.work.piece("keep")
         if done is not None:
             return frozenset((layer, head) for layer, head in done["keep"].tolist())

@@ -41,15 +41,17 @@ def choose_replacement(
     return Replacement.model_validate(planned.model_dump() | changes), None
 
 
-def build(shape: LayerShape, replacement: Replacement, alone: str | None) -> tuple[Mechanism, dict[str, Any]]:
-    """The mechanism for one layer, and the options it was built with."""
+def build(
+    shape: LayerShape, replacement: Replacement, alone: str | None, *, reach: int | None = None
+) -> tuple[Mechanism, dict[str, Any]]:
+    """The mechanism for one layer, and the options it was built with. Features are read up to position `reach`."""
     options: dict[str, Any] = {"kv_heads": shape.kv_heads}
     if alone is not None:
         name = alone
         options |= {} if shape.causal else {"causal": False}
     elif shape.causal:
         # Sharing one normalizer with exact logits needs the model's own temperature.
-        name, options = "hybrid", options | replacement.options() | {"scale": shape.scale}
+        name, options = "hybrid", options | replacement.options() | {"scale": shape.scale, "reach": reach}
     else:
         # Bidirectional: features for every pair. A window on both sides would need another op and gains little at
         # the lengths encoders take.

@@ -26,7 +26,9 @@ class Hybrid(Mechanism):
     Near are the first `sinks` and the last `window`, as in LoLCATs (arXiv 2410.10254) with sinks. `feature_map` is
     any name of `attngap.mechanisms.feature_maps`, its options in `map_options`; "none" drops the far keys. With
     `relative` far weights are measured against the row's largest near logit. g is zero (`gain="none"`), one learned
-    number a head ("head") or an affine function of the query ("query"). Causal only.
+    number a head ("head") or an affine function of the query ("query"). From position `reach` on a query reads the near
+    keys alone: features fitted to shorter sequences have not seen what rotary positions make of keys and queries there.
+    Causal only.
     """
 
     name, paper, normalized = "hybrid", "2410.10254", True
@@ -43,16 +45,20 @@ class Hybrid(Mechanism):
         sinks: int = 4,
         relative: bool = True,
         gain: str = "head",
+        reach: int | None = None,
         scale: float | None = None,
         kv_heads: int | None = None,
     ):
         super().__init__(heads, dim, value_dim, kv_heads=kv_heads)
         check_count("hybrid: window", window, 1)
         check_count("hybrid: sinks", sinks, 0)
+        if reach is not None:
+            check_count("hybrid: reach", reach, 1)
         if gain not in GAINS:
             raise unknown("hybrid gain", gain, GAINS)
         self.feature_map = make_map(feature_map, heads, dim, self.kv_heads, **(map_options or {}))
         self.window, self.sinks, self.relative, self.gain = window, sinks, relative, gain
+        self.reach = reach
         self.scale = dim**-0.5 if scale is None else scale
         far = self.feature_map.rank > 0  # without far features there is nothing to scale
         self.log_gain = nn.Parameter(torch.zeros(heads)) if far and gain != "none" else None
@@ -61,6 +67,8 @@ class Hybrid(Mechanism):
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         fq, fk = self.feature_map.query(q, position), self.feature_map.key(k, position)
+        if self.reach is not None:
+            fq = fq * (position < self.reach)[:, None, :, None].to(fq.dtype)
         return Streams(q, k, v, fq=fq, fk=fk, log_gain=self._gain(q), mask=mask)
 
     def init_state(self, streams: Streams) -> State:
