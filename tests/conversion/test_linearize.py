@@ -4,7 +4,7 @@ import torch
 
 from attngap.conversion import joint as joint_module
 from attngap.conversion import linearize as module
-from attngap.conversion.evaluate import Measures
+from attngap.conversion.evaluate import Measures, baselines
 from attngap.conversion.linearize import bare_plan, linearize
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
 from attngap.errors import AttngapError
@@ -57,6 +57,21 @@ def test_the_same_call_gives_the_same_model():
     model, words, made = world()
     first, again = (parameters(linearize(model, words, made, TEXT, **BRIEFLY)[0]) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_features_are_read_as_far_as_they_were_fitted_and_no_farther():
+    model, words, made = world()
+    converted, _ = linearize(model, words, made, TEXT, **BRIEFLY)
+    near = baselines(model, converted, seed=0)[WINDOW]
+    parts = mixed_heads(converted).values()
+    assert {part.mechanism.reach for part in parts} == {QUICK["context"]}
+    with torch.no_grad():
+        for part, alone in zip(parts, mixed_heads(near).values(), strict=True):
+            q, k, v = (torch.randn(1, part.mechanism.heads, 96, part.mechanism.dim) for _ in range(3))
+            k, v = (x[:, : part.mechanism.kv_heads] for x in (k, v))
+            apart = (part.mechanism(None, q, k, v)[1] - alone.mechanism(None, q, k, v)[1]).abs().amax((0, 1, 3))
+            assert apart[:64].max() > 1e-4
+            assert apart[64:].max() < 1e-5
 
 
 class Killed(Exception):
