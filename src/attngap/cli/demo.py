@@ -151,7 +151,9 @@ class Story:
         from attngap.conversion.linearize import linearize
         from attngap.models.plan import Plan
         from attngap.models.save import record, save
+        from attngap.ops.pages import keep_freed
 
+        keep_freed()
         model, tokenizer = self.load()
         converted, receipt = linearize(
             model,

@@ -51,7 +51,9 @@ def linearize(
     from attngap.models.load import load
     from attngap.models.plan import Plan, Replacement
     from attngap.models.texts import read
+    from attngap.ops.pages import keep_freed
 
+    keep_freed()
     documents = read(text) if text else None
     chosen = None if plan is None else Plan.load(plan)
     loaded, tokenizer = load(model)

@@ -1,6 +1,5 @@
 """Choose the heads that keep softmax by what giving it back to each would do to the converted model as it is."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from attngap.conversion.joint import Judge, divergence, together
 from attngap.mechanisms.base import Mechanism
 from attngap.models.capture import Call, capture
+from attngap.models.fisher import draw, frozen
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
 Head = tuple[int, int]  # layer, head
@@ -125,22 +125,8 @@ def _fisher_direction(out: Tensor, generator: torch.Generator, *, labels: bool) 
     if not labels:
         return torch.randn(out.shape, generator=generator) / out.square().sum().sqrt()
     odds = out.softmax(-1)
-    label = torch.multinomial(odds.flatten(0, 1), 1, generator=generator).view(*out.shape[:2], 1)
+    label = draw(odds, 1, generator)
     return odds.neg_().scatter_add_(-1, label, torch.ones_like(odds[..., :1]))
-
-
-@contextlib.contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients except those asked for, and none for the weights."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
 
 
 def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from attngap.conversion.work import Work
+from attngap.models.fisher import frozen
 from attngap.models.swap import CHILD
 
 CHECK = 4  # steps between pieces that a killed run resumes from
@@ -123,10 +124,7 @@ def fit_jointly(
     resumed = work.piece("joint")
     start, before = (0, together(judge(converted))) if resumed is None else _resume(resumed, trained, optimizer)
     advance(start)
-    frozen = [p for p in converted.parameters() if p.requires_grad and not any(p is q for q in trained.values())]
-    for p in frozen:
-        p.requires_grad_(False)
-    try:
+    with frozen(converted, but=trained.values()):
         for step, passage in enumerate(passages[start:, None], start):
             for group in optimizer.param_groups:
                 group["lr"] = rate * _pace(step, len(passages))
@@ -139,9 +137,6 @@ def fit_jointly(
             advance(note=f"divergence {loss.item():.4f}")
             if (step + 1) % CHECK == 0:
                 work.keep("joint", _pack(step + 1, before, trained, optimizer))
-    finally:
-        for p in frozen:
-            p.requires_grad_(True)
     after = together(judge(converted))
     with torch.no_grad():
         for name, p in trained.items():

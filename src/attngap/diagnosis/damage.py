@@ -1,6 +1,5 @@
 """Damage of replacing one head, estimated for every head at once from a few backward passes (THEORY 5)."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attngap.models.capture import Call, capture
+from attngap.models.fisher import draw, frozen
 
 MOST = 3.0  # nats a token and draw
-ROWS = 128  # tokens whose probabilities are summed at once: sums of all of them would be a second copy of the logits
 Change = Callable[[Call], Tensor]  # (..., h, t, dv): what replacements would add to the output of the call
 
 
@@ -55,21 +54,11 @@ def probes(result: Any, draws: int, generator: torch.Generator) -> Iterator[tupl
             yield pooled, torch.randn(pooled.shape, generator=generator)
         return
     cotangent = logits.detach().softmax(-1)  # p; minus it plus one at the label is the gradient of log p(label)
-    labels = _labels(cotangent, draws, generator)
+    labels = draw(cotangent, draws, generator)
     cotangent.neg_()
     for label in labels.split(1, -1):
         yield logits, cotangent.scatter_add_(-1, label, torch.ones_like(label, dtype=cotangent.dtype))
         cotangent.scatter_add_(-1, label, -torch.ones_like(label, dtype=cotangent.dtype))
-
-
-def _labels(p: Float[Tensor, "1 t n"], draws: int, generator: torch.Generator) -> Int[Tensor, "1 t draws"]:
-    """Independent labels from p by its cumulative sums: one pass over the vocabulary for all draws, by rows."""
-    heights = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype)
-    found = []
-    for rows, height in zip(p.split(ROWS, 1), heights.split(ROWS, 1), strict=True):
-        reached = rows.cumsum(-1)
-        found.append(torch.searchsorted(reached, height * reached[..., -1:]).clamp(max=p.shape[-1] - 1))
-    return torch.cat(found, 1)
 
 
 def embedding(result: Any) -> Float[Tensor, "b d"]:
@@ -82,19 +71,6 @@ def run(model: PreTrainedModel, tokens: Int[Tensor, "b t"]) -> Any:
     extra = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     cache = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
     return model(input_ids=tokens, **extra, **cache)
-
-
-@contextlib.contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """No gradient for the weights: only activations are differentiated, at half the cost."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
 
 
 def score(projected: Float[Tensor, "draws *what h t"], *, labels: bool) -> Float[Tensor, "*what h"]:

@@ -13,10 +13,13 @@ Sinks are near for every row; the rows of the sinks themselves form the first bl
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+Shape = tuple[int, int, int, int]  # rows, columns, lead, leaving
+KEPT = 32  # staircases of each kind: a sequence has as many shapes as blocks fit into a window, and a few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Block:
         """Where the leaving columns end on the timeline."""
         return self.start + self.leaving
 
+    @property
+    def shape(self) -> Shape:
+        """All that its staircases depend on."""
+        return self.last - self.first, self.stop - self.start, self.lead, self.leaving
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -50,6 +58,11 @@ class Layout:
     @property
     def sinks(self) -> int:
         return self.old_sinks + self.new_sinks
+
+    @property
+    def edges(self) -> tuple[int, int, int]:
+        """All that the near staircase depends on beside a block's shape."""
+        return self.old_sinks, self.sinks, self.window
 
     def blocks(self) -> list[Block]:
         found = [Block(0, self.new_sinks, 0, 0, 0, 0)] if self.new_sinks else []
@@ -100,41 +113,56 @@ class Track:
 
 
 class Masks:
-    """The staircases, made once for every shape of block in a call."""
+    """The staircases of a call's blocks."""
 
     def __init__(self, layout: Layout, group: int, like: Tensor):
-        self.layout, self.group, self.like = layout, group, like
-        self._near = functools.cache(self._make_near)
-        self._visible = functools.cache(lambda *shape: (self._near(*shape) == 0).to(like.dtype))
-        self._far = functools.cache(self._make_far)
+        self.layout, self.group, self.like = layout, group, (like.dtype, like.device)
 
     def near(self, block: Block) -> Tensor:
         """(group rows, sinks + columns): 0 at near keys, -inf elsewhere."""
-        return self._near(block.last - block.first, block.stop - block.start, block.lead)
+        return _near(block.shape, self.layout.edges, self.group, *self.like)
 
     def visible(self, block: Block) -> Tensor:
         """1 at near keys, 0 elsewhere."""
-        return self._visible(block.last - block.first, block.stop - block.start, block.lead)
+        return _visible(block.shape, self.layout.edges, self.group, *self.like)
 
     def far(self, block: Block) -> Tensor:
         """(group rows, leaving): 1 at far keys, 0 elsewhere."""
-        return self._far(block.last - block.first, block.leaving, block.lead)
+        return _far(block.shape, self.layout.window, self.group, *self.like)
 
-    def _distance(self, rows: int, columns: int, lead: int) -> Tensor:
-        row = torch.arange(rows, device=self.like.device).repeat(self.group)[:, None]
-        return lead + row - torch.arange(columns, device=self.like.device)
 
-    def _make_near(self, rows: int, columns: int, lead: int) -> Tensor:
-        if columns:
-            away = self._distance(rows, columns, lead)
-            near = (away >= 0) & (away < self.layout.window)
-            near = torch.cat((near.new_ones(near.shape[0], self.layout.sinks), near), 1)
-        else:  # the rows of new sinks read the sinks up to themselves
-            near = self._distance(rows, self.layout.sinks, self.layout.old_sinks) >= 0
-        return torch.zeros(near.shape, dtype=self.like.dtype, device=near.device).masked_fill(~near, -torch.inf)
+def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Made once for a shape: every layer of a model asks for the same few."""
+    return functools.lru_cache(KEPT)(torch.inference_mode(False)(make))
 
-    def _make_far(self, rows: int, leaving: int, lead: int) -> Tensor:
-        return (self._distance(rows, leaving, lead) >= self.layout.window).to(self.like.dtype)
+
+@_kept
+def _near(shape: Shape, edges: tuple[int, int, int], group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    rows, columns, lead, _ = shape
+    old_sinks, sinks, window = edges
+    if columns:
+        away = _distance(rows, columns, lead, group, device)
+        near = (away >= 0) & (away < window)
+        near = torch.cat((near.new_ones(near.shape[0], sinks), near), 1)
+    else:  # the rows of new sinks read the sinks up to themselves
+        near = _distance(rows, sinks, old_sinks, group, device) >= 0
+    return torch.zeros(near.shape, dtype=dtype, device=device).masked_fill_(~near, -torch.inf)
+
+
+@_kept
+def _visible(shape: Shape, edges: tuple[int, int, int], group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (_near(shape, edges, group, dtype, device) == 0).to(dtype)
+
+
+@_kept
+def _far(shape: Shape, window: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    rows, _, lead, leaving = shape
+    return (_distance(rows, leaving, lead, group, device) >= window).to(dtype)
+
+
+def _distance(rows: int, columns: int, lead: int, group: int, device: torch.device) -> Tensor:
+    row = torch.arange(rows, device=device).repeat(group)[:, None]
+    return lead + row - torch.arange(columns, device=device)
 
 
 def rows(x: Tensor, block: Block, kv_heads: int, dtype: torch.dtype) -> Tensor:

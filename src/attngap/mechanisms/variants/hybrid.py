@@ -67,9 +67,11 @@ class Hybrid(Mechanism):
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         fq, fk = self.feature_map.query(q, position), self.feature_map.key(k, position)
+        gain = self._gain(q)
         if self.reach is not None:
-            fq = fq * (position < self.reach)[:, None, :, None].to(fq.dtype)
-        return Streams(q, k, v, fq=fq, fk=fk, log_gain=self._gain(q), mask=mask)
+            gain = q.new_zeros(q.shape[:3]) if gain is None else gain
+            gain = gain.masked_fill((position >= self.reach)[:, None], -torch.inf)
+        return Streams(q, k, v, fq=fq, fk=fk, log_gain=gain, mask=mask)
 
     def init_state(self, streams: Streams) -> State:
         return empty_state(streams.k, streams.v, _far(streams)[1], self.window, self.sinks)
