@@ -41,8 +41,7 @@ def conversions(
 ) -> Iterator[tuple[str, PreTrainedModel, Receipt]]:
     for folder in options.folders:
         yield str(folder), attngap.load(folder)[0], Receipt.load(folder)
-    plan = bare_plan(model, "smollm2", Replacement(window=options.window, sinks=4))
-    plan = plan.model_copy(update={"granularity": options.granularity})
+    plan = bare_plan(model, "smollm2", Replacement(window=options.window, sinks=4), options.granularity)
     for share in map(float, filter(None, options.keep.split(","))):
         settings = {"keep": share, "joint": options.joint, "lora": options.lora, "seed": options.seed}
         converted, receipt = linearize(model, tokenizer, plan, measures=NOTHING, quiet=False, **settings)

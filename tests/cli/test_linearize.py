@@ -61,6 +61,7 @@ def test_generate_continues_a_prompt(place):
         (["--keep", "0.1", "--plan", "plan.json"], "--plan and --keep both say which heads to keep"),
         (["--keep", "0.1", "--max-ppl-ratio", "1.1"], "--keep and --max-ppl-ratio both say how many heads to keep"),
         (["--keep", "2"], "--keep takes a share from 0 to 1, got 2"),
+        (["--keep", "0.5", "--granularity", "layer"], "No granularity 'layer'"),
         (["--plan", "nowhere.json"], "Cannot read the plan 'nowhere.json'"),
     ],
 )
@@ -69,6 +70,18 @@ def test_wrong_choices_are_refused(place, arguments, message):
     assert isinstance(found.exception, AttngapError)
     assert message in str(found.exception)
     assert not (place / "new").exists()
+
+
+def test_whole_groups_are_kept_where_asked(place, tmp_path):
+    found = run(
+        place, "linearize", place / "base", "--keep", "0.5", "--granularity", "group", "-o", tmp_path / "new", "--json"
+    )
+    receipt = json.loads(found.stdout)
+    size = receipt["heads"] // receipt["groups"]
+    assert size > 1
+    kept = {(layer, head // size) for layer, head in receipt["keep"]}
+    assert len(receipt["keep"]) == size * len(kept) == receipt["heads"] // 2
+    assert receipt["kept_groups"] == len(kept)
 
 
 def test_folders_of_others_are_left_alone(place, tmp_path):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attngap.cli.plan import read_granularity
 from attngap.errors import AttngapError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ def linearize(
     plan: Annotated[Path | None, typer.Option(help="Written by `attngap plan`.")] = None,
     keep: Annotated[float | None, typer.Option(help="Share of heads to keep, those it hurts most to replace.")] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="Keep as few heads as this ratio allows.")] = None,
+    granularity: Annotated[
+        str, typer.Option(help="Without a plan: keep single heads, or whole groups: head, group.")
+    ] = "head",
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
     window: Annotated[int | None, typer.Option(help="Last keys kept exact; default: the plan's, or 256.")] = None,
@@ -40,11 +44,14 @@ def linearize(
 ) -> None:
     """Replace the heads that do not need softmax and say what that costs and gains.
 
-    Started again with the same arguments, a killed run goes on where it stopped.
+    A group is the heads that share a key head: only when all of them are replaced is their cache dropped, so at long
+    contexts --granularity group saves more memory and time, at some cost in quality. Started again with the same
+    arguments, a killed run goes on where it stopped.
 
     Examples: attngap linearize smollm2 --keep 0.1 -o fast, attngap linearize smollm2 --plan plan.json -o fast
     """
     _check_choice(plan, keep, max_ppl_ratio)
+    units = read_granularity(granularity)
     check_folder(output, overwrite)
     from attngap.conversion.linearize import bare_plan
     from attngap.conversion.linearize import linearize as run
@@ -59,7 +66,7 @@ def linearize(
     loaded, tokenizer = load(model)
     if chosen is None:
         window, sinks = WINDOW if window is None else window, SINKS if sinks is None else sinks
-        chosen = bare_plan(loaded, model, Replacement(window=window or 1, sinks=sinks))
+        chosen = bare_plan(loaded, model, Replacement(window=window or 1, sinks=sinks), units)
     converted, receipt = run(
         loaded,
         tokenizer,

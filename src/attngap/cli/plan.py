@@ -1,7 +1,7 @@
 """`attngap plan`: choose how many heads keep softmax, on the curve of predicted damage."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -27,18 +27,21 @@ def plan(
 
     Example: attngap plan diagnosis --keep 0.1 -o plan.json
     """
-    if granularity not in GRANULARITIES:
-        raise unknown("granularity", granularity, GRANULARITIES)
-    from typing import Literal
-
+    units = read_granularity(granularity)
     from attngap.diagnosis.result import Diagnosis
 
-    made = Diagnosis.load(directory).plan(keep, cast(Literal["head", "group"], granularity))
+    made = Diagnosis.load(directory).plan(keep, units)
     made.save(output)
     if as_json:
         print(made.model_dump_json(by_alias=True))
     else:
         show(made, output)
+
+
+def read_granularity(text: str) -> Literal["head", "group"]:
+    if text not in GRANULARITIES:
+        raise unknown("granularity", text, GRANULARITIES)
+    return cast(Literal["head", "group"], text)
 
 
 def show(made: "Plan", output: Path) -> None:

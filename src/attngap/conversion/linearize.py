@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -106,7 +106,9 @@ def linearize(
     return converted, receipt
 
 
-def bare_plan(model: PreTrainedModel, name: str, replacement: Replacement) -> Plan:
+def bare_plan(
+    model: PreTrainedModel, name: str, replacement: Replacement, granularity: Literal["head", "group"] = "head"
+) -> Plan:
     """A plan that says everything but which heads to keep; those that cannot be replaced are kept."""
     shapes = layer_shapes(model)
     facts = ModelFacts(
@@ -118,7 +120,7 @@ def bare_plan(model: PreTrainedModel, name: str, replacement: Replacement) -> Pl
         kv_heads=shapes[0].kv_heads,
     )
     fixed = tuple((shape.layer, head) for shape in shapes if shape.obstacle for head in range(shape.heads))
-    return Plan(model=facts, keep=fixed, replacement=replacement)
+    return Plan(model=facts, keep=fixed, replacement=replacement, granularity=granularity)
 
 
 class _Run:
