@@ -19,7 +19,7 @@ from attngap.probes.tasks.base import stream
 from attngap.probes.train import BLOCK, Trainer
 from attngap.provenance import provenance
 
-ROUNDS = 15
+ROUNDS = {"preset": 40, "long": 15}  # of BLOCK steps: sequences for so many are drawn together
 LONG = {"length": 4096, "pairs": 64, "vocabulary": 256}
 
 
@@ -99,36 +99,41 @@ def bare_step(spec: dict) -> Callable[[int], object]:
     return step
 
 
-def seconds(steps: dict[str, Callable[[int], object]], count: int) -> dict[str, float]:
-    """Median seconds a step, the candidates taking turns so that all meet the same machine."""
+def seconds(steps: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds a step in every round, the candidates taking turns so that all meet the same machine."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step(0)
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         for name, step in steps.items():
             start = time.perf_counter()
-            for index in range(count):
-                step(turn * count + index)
-            times[name].append((time.perf_counter() - start) / count)
-    return {name: median(values) for name, values in times.items()}
+            for index in range(turn * BLOCK, (turn + 1) * BLOCK):
+                step(index)
+            times[name].append((time.perf_counter() - start) / BLOCK)
+    return times
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    """The median over rounds: what disturbs a round mostly disturbs both."""
+    return median(a / b for a, b in zip(above, below, strict=True))
 
 
 def measure() -> dict:
     torch.manual_seed(0)
     spec = make_spec("mqar", "softmax")
     tokens = spec["task_options"]["length"] * spec["train"]["batch"]
-    step = seconds({"plain": plain_step(spec), "ours": our_step(spec), "bare": bare_step(spec)}, BLOCK)
+    step = seconds({"plain": plain_step(spec), "ours": our_step(spec), "bare": bare_step(spec)}, ROUNDS["preset"])
     long = {
         name: our_step(make_spec("mqar", name, task_options=LONG, train={"batch": 1}))
         for name in ("softmax", "elu", "gla", "gated-delta")
     }
-    at_4096 = {name: LONG["length"] / value for name, value in seconds(long, 1).items()}
+    at_4096 = seconds(long, ROUNDS["long"])
     return {
-        "mqar": {f"{name}_tokens_per_second": tokens / value for name, value in step.items()},
-        "speedup_over_plain": step["plain"] / step["ours"],
-        "loop_overhead": 1 - step["bare"] / step["ours"],
-        "tokens_per_second_at_4096": at_4096,
-        "over_softmax_at_4096": {name: value / at_4096["softmax"] for name, value in at_4096.items()},
+        "mqar": {f"{name}_tokens_per_second": tokens / median(values) for name, values in step.items()},
+        "speedup_over_plain": ratio(step["plain"], step["ours"]),
+        "loop_overhead": 1 - ratio(step["bare"], step["ours"]),
+        "tokens_per_second_at_4096": {name: LONG["length"] / median(values) for name, values in at_4096.items()},
+        "over_softmax_at_4096": {name: ratio(at_4096["softmax"], values) for name, values in at_4096.items()},
         "provenance": provenance(threads=torch.get_num_threads()),
     }
 

@@ -44,8 +44,9 @@ def delta_attention(
     gate or the state handed in has them. Gradients flow through it. The backward is written by hand and cannot be
     differentiated again; memory beyond inputs, outputs and gradients does not grow with t (where a group's gates
     differ, or in half precision, by one state for every few chunks). In float32 and float64 on the CPU it is computed
-    token by token by a compiled kernel where numba is installed; otherwise, and if `chunk` is given, in chunks of so
-    many tokens. Under torch.compile the op runs as it is, between compiled parts.
+    token by token by a compiled kernel where numba is installed, which keeps one more row for every row of v until the
+    backward; otherwise, and if `chunk` is given, in chunks of so many tokens. Under torch.compile the op runs as it
+    is, between compiled parts.
     """
     check_attention(q, k, v, mask)
     check_gate("beta", beta, q, k, vector=False)

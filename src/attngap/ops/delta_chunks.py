@@ -29,10 +29,13 @@ class DeltaChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, S, mask, setting: Setting):
-        ctx.save_for_backward(q, k, v, beta, log_decay, S, mask)
-        ctx.setting, ctx.native = setting, setting.native and native.usable(q, k, v, beta, log_decay, state=S)
-        if ctx.native:
-            return call.delta_forward(q, k, v, beta, log_decay, S, mask)
+        ctx.setting = setting
+        if setting.native and native.usable(q, k, v, beta, log_decay, state=S):
+            keep = any(ctx.needs_input_grad) and q.shape[1] == k.shape[1]
+            out, after, u = call.delta_forward(q, k, v, beta, log_decay, S, mask, keep)
+            ctx.save_for_backward(q, k, v, beta, log_decay, S, mask, u)
+            return out, after
+        ctx.save_for_backward(q, k, v, beta, log_decay, S, mask, None)
         run = Run(q, k, v, beta, log_decay, mask, setting)
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
         rows, state = run.folded(out), S.flatten(0, 1).clone()
@@ -49,10 +52,10 @@ class DeltaChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, dS):
-        q, k, v, beta, log_decay, S, mask = ctx.saved_tensors
-        if ctx.native and q.shape[1] == k.shape[1]:
+        q, k, v, beta, log_decay, S, mask, u = ctx.saved_tensors
+        if u is not None:
             wanted = ctx.needs_input_grad[4]
-            return *call.delta_backward(q, k, v, beta, log_decay, S, mask, d_out, dS, wanted), None, None
+            return *call.delta_backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted), None, None
         run = Run(q, k, v, beta, log_decay, mask, ctx.setting)
         grads = Grads(run, q, k, v, beta, log_decay, d_out)
         waiting, state = Waiting(run, grads.v), S.flatten(0, 1).clone()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from attngap.errors import AttngapError, unknown
 from attngap.mechanisms.base import Mechanism
+from attngap.ops.short_convolution import short_convolution
 from attngap.probes.tasks.base import Task
 
 POSITIONS = ("none", "learned", "rotary")
@@ -186,14 +187,8 @@ class Projection(nn.Module):
                 self.taps[0] += 1.0  # the identity plus a little of the past
 
     def forward(self, x: Float[Tensor, "b t w"]) -> Float[Tensor, "b t o"]:
-        if self.taps is None:
-            return F.linear(x, self.weight)
-        t, past = x.shape[1], len(self.taps) - 1
-        padded = F.pad(x, (0, 0, past, 0))
-        # One product with the taps in its weights: passes over q, k and v for every tap would cost more.
-        shifted = torch.cat([padded[:, past - j :][:, :t] for j in range(past + 1)], dim=-1)  # (b, t, taps w)
-        weight = (self.taps[:, :, None] * self.weight).transpose(0, 1).flatten(1)  # (o, taps w)
-        return F.silu(F.linear(shifted, weight))
+        y = F.linear(x, self.weight)
+        return y if self.taps is None else short_convolution(y, self.taps)
 
 
 class Rotary(nn.Module):

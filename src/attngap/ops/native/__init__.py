@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+VECTOR = 64  # bytes
 PANEL = 128  # bytes: two vectors, two lines of the cache, which no vector should lie across
 LARGEST = 2**20  # bytes of a state: a larger one leaves the cache of a core
 SHARES = 8  # of the lanes, for each thread

@@ -50,21 +50,27 @@ def linear_backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted: 
     return dq, dk, dv, d_decay if wanted else None, before_S, None if z is None else before_z[..., 0]
 
 
-def delta_forward(q, k, v, beta, log_decay, S, mask) -> tuple[Tensor, Tensor]:
-    """out, and S after the last token."""
+def delta_forward(q, k, v, beta, log_decay, S, mask, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, S after the last token, and u (see `native.delta`) if the backward is to have it."""
     from attngap.ops.native import delta
 
     out, after_S = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device), torch.empty_like(S)
+    u = pages.empty_like(out) if keep else None
     there = _mask(q, mask)
     x = delta.Inputs(*_rows(q, k, v, beta, S, there))
     to = delta.Results(*_rows(out, after_S))
     native.run(
-        delta.forward, (x, *_rows(log_decay), to), q.dtype, _lanes(q), 2 * _work(q, v), _scratch(q, v, delta.BUFFERS)
+        delta.forward,
+        (x, *_rows(log_decay, u), to),
+        q.dtype,
+        _lanes(q),
+        2 * _work(q, v),
+        _scratch(q, v, delta.BUFFERS),
     )
-    return out, after_S
+    return out, after_S, u
 
 
-def delta_backward(q, k, v, beta, log_decay, S, mask, d_out, dS, wanted: bool) -> tuple[Tensor | None, ...]:
+def delta_backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted: bool) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, beta, log_decay (if it is wanted) and S; all must have the heads of q."""
     from attngap.ops.native import delta
 
@@ -75,13 +81,40 @@ def delta_backward(q, k, v, beta, log_decay, S, mask, d_out, dS, wanted: bool) -
     above, to = delta.Results(*_rows(d_out, dS)), delta.Grads(*_rows(*results))
     native.run(
         delta.backward,
-        (x, *_rows(log_decay), above, to),
+        (x, *_rows(log_decay, u), above, to),
         q.dtype,
         _lanes(q),
-        8 * _work(q, v),
+        6 * _work(q, v),
         _scratch(q, v, delta.BUFFERS),
     )
     return *found, results[4] if wanted else None, results[5]
+
+
+def convolution_forward(x, taps) -> Tensor:
+    """silu of the convolution; x (b, t, c) and taps (n, c) contiguous."""
+    from attngap.ops.native import convolution
+
+    out = pages.empty_like(x)
+    inputs, (to,) = convolution.Inputs(*_rows(x[:, None], taps[None, None])), _rows(out[:, None])
+    native.run(convolution.forward, (inputs, to), x.dtype, _vectors(x), x.numel(), 0)
+    return out
+
+
+def convolution_backward(x, taps, d_out) -> tuple[Tensor, Tensor]:
+    """The gradients of x and taps."""
+    from attngap.ops.native import convolution
+
+    dx, d_taps = pages.empty_like(x), x.new_empty(len(x), 1, *taps.shape)
+    inputs, (above,) = convolution.Inputs(*_rows(x[:, None], taps[None, None])), _rows(d_out[:, None])
+    to = convolution.Grads(*_rows(dx[:, None], d_taps))
+    scratch = 2 * taps.numel() * taps.element_size()
+    native.run(convolution.backward, (inputs, above, to), x.dtype, _vectors(x), 2 * x.numel(), scratch)
+    return dx, d_taps.sum((0, 1))
+
+
+def _vectors(x: Tensor) -> int:
+    """Of channels, in all sequences."""
+    return x.shape[0] * x.shape[2] * x.element_size() // native.VECTOR
 
 
 def _for_decay(log_decay: Tensor | None, wanted: bool) -> Tensor | None:

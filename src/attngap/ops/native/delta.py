@@ -9,8 +9,8 @@ and with w_i = g_i S_{i-1} d_i, which needs the state once more, forward in time
     dq_i = S_i d_out_i,    dk_i = D_i u_i - beta_i w_i,    d beta_i = v_i . d_i - k_i . w_i
 
 A decay scales whatever crosses it, so d log g_i is the sum of q_j * dq_j - k_j * (D_j u_j + beta_j w_j) over j >= i,
-channel by channel, plus what the last state carries out. Only u_i, d_i and D_i u_i must wait for another pass; they do
-so in the rows of dv and dk.
+channel by channel, plus what the last state carries out. u_i is kept by the forward pass; d_i and D_i u_i wait for
+the second pass of the backward in the rows of dv and dk.
 
 `gate` is log g as (b, ., t, 1 or r), or None. `scratch` is the address of zeros: `BUFFERS` pairs of buffers, then two
 states.
@@ -67,8 +67,8 @@ class Grads(NamedTuple):
 
 
 @kernel
-def forward(x, gate, to, like, scratch, first, last):
-    """Lanes first <= b * h < last."""
+def forward(x, gate, kept, to, like, scratch, first, last):
+    """Lanes first <= b * h < last; u goes to `kept`, (b, h, t, dv), unless it is None."""
     h, t, one, size = x.q.heads, x.q.length, number(1, like), like_size(like)
     pitch, width = padded(max(x.q.width, x.v.width), size), padded(x.v.width, size)
     queries, keys, us, rows = scratch, scratch + 2 * pitch, scratch + 4 * pitch, scratch + 6 * pitch
@@ -85,6 +85,8 @@ def forward(x, gate, to, like, scratch, first, last):
             turn(state, x.q.width, width, keys, us, queries, rows, gates, None, pitch, like)
             for s in range(min(2, t - i)):
                 give(to.out, b, head, i + s, rows + s * pitch, one, True, like)
+                if kept is not None:
+                    give(kept, b, head, i + s, us + s * pitch, one, True, like)
         if head * x.S.heads % h == 0:
             leave(to.S, b, held, state, True, like)
 
@@ -123,37 +125,16 @@ def strength(x, b, head, i, like):
 
 
 @kernel
-def backward(x, gate, above, to, like, scratch, first, last):
+def backward(x, gate, u, above, to, like, scratch, first, last):
     """Lanes first <= b * h < last; `above` holds the gradients of the results."""
     for lane in range(first, last):
         b, head = lane // x.q.heads, lane % x.q.heads
-        find_u(x, gate, to, like, scratch, b, head)
-        go_back(x, gate, above, to, like, scratch, b, head)
-        go_forward(x, gate, above, to, like, scratch, b, head)
+        go_back(x, gate, u, above, to, like, scratch, b, head)
+        go_forward(x, gate, u, above, to, like, scratch, b, head)
 
 
 @kernel
-def find_u(x, gate, to, like, scratch, b, head):
-    """u in the rows of dv."""
-    t, size = x.k.length, like_size(like)
-    pitch, width = padded(max(x.k.width, x.v.width), size), padded(x.v.width, size)
-    keys, us, unused, state = (
-        scratch + 2 * pitch,
-        scratch + 4 * pitch,
-        scratch + 6 * pitch,
-        scratch + 2 * BUFFERS * pitch,
-    )
-    gates = None if gate is None else scratch + 12 * pitch
-    enter(state, x.S, b, head, False, like)
-    for i in range(0, t, 2):
-        correct(state, x, gate, b, head, i, pitch, like, scratch)
-        turn(state, x.k.width, width, keys, us, keys, unused, gates, None, pitch, like)
-        for s in range(min(2, t - i)):
-            give(to.v, b, head, i + s, us + s * pitch, number(1, like), True, like)
-
-
-@kernel
-def go_back(x, gate, above, to, like, scratch, b, head):
+def go_back(x, gate, u, above, to, like, scratch, b, head):
     """d in the rows of dv, D u in those of dk; the gradient of the first state. A token takes both turns of a pair."""
     t, one, size = x.q.length, number(1, like), like_size(like)
     pitch, wide, deep = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size), padded(x.v.width, size)
@@ -173,7 +154,7 @@ def go_back(x, gate, above, to, like, scratch, b, head):
         take(written, x.q, b, head, at, there, like)
         take(keys, x.k, b, head, at, there, like)
         take(values, above.out, b, head, at, there, like)
-        take(read, to.v, b, head, at, there, like)
+        take(read, u, b, head, at, there, like)
         spread(asked, one, keys, pitch, like)
         if gate is not None:  # the gate between this token and the one after it
             after = min(i + 1, t - 1)
@@ -192,37 +173,34 @@ def go_back(x, gate, above, to, like, scratch, b, head):
 
 
 @kernel
-def go_forward(x, gate, above, to, like, scratch, b, head):
-    """Everything else, with the state and its transpose, of which one token takes both turns of a pair."""
-    t, one, size = x.q.length, number(1, like), like_size(like)
-    pitch, wide, deep = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size), padded(x.v.width, size)
-    keys, us, unused, found = scratch + 2 * pitch, scratch + 4 * pitch, scratch + 6 * pitch, scratch + 10 * pitch
-    written, values, read = scratch + 14 * pitch, scratch + 16 * pitch, scratch + 18 * pitch
-    pair = None if gate is None else scratch + 12 * pitch
-    gates = None if gate is None else scratch + 8 * pitch
-    state = scratch + 2 * BUFFERS * pitch
-    turned = state + x.q.width * deep
-    enter(state, x.S, b, head, False, like)
+def go_forward(x, gate, u, above, to, like, scratch, b, head):
+    """Everything else, with the transposed state. A token takes both turns of a pair: to read, to write and read."""
+    t, size = x.q.length, like_size(like)
+    pitch, wide = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size)
+    later, found, written, values = (
+        scratch + 6 * pitch,
+        scratch + 10 * pitch,
+        scratch + 14 * pitch,
+        scratch + 16 * pitch,
+    )
+    read, keys, gates = scratch + 18 * pitch, scratch + 17 * pitch, None if gate is None else scratch + 12 * pitch
+    turned = scratch + 2 * BUFFERS * pitch
     enter(turned, x.S, b, head, True, like)
     clear(written, 2 * pitch, like)
     clear(values, 2 * pitch, like)
-    for i in range(0, t, 2):
-        correct(state, x, gate, b, head, i, pitch, like, scratch)
-        turn(state, x.q.width, deep, keys, us, keys, unused, pair, None, pitch, like)
-        for s in range(min(2, t - i)):
-            at, here = i + s, s * pitch
-            there = is_there(x.mask, b, at)
-            take(read, to.v, b, head, at, there, like)
-            take(read + pitch, above.out, b, head, at, there, like)
-            spread(written + pitch, one, us + here, pitch, like)
-            spread(values + pitch, one, keys + here, pitch, like)
-            if gate is not None:
-                spread(gates, one, pair + here, pitch, like)
-                take_gate(gates + pitch, gate, b, head, 0, False, pitch, like)
-            turn(turned, x.v.width, wide, written, values, read, found, None, gates, pitch, like)  # w, then dq
-            finish(x, gate, to, keys + here, read, found, found + pitch, like, scratch, b, head, at)
     if gate is not None:
-        later = unused
+        take_gate(gates + pitch, gate, b, head, 0, False, pitch, like)
+    for i in range(t):
+        there = is_there(x.mask, b, i)
+        take(written + pitch, u, b, head, i, there, like)
+        take(keys, x.k, b, head, i, there, like)  # the values of the second turn
+        take(read, to.v, b, head, i, there, like)
+        take(read + pitch, above.out, b, head, i, there, like)
+        if gate is not None:
+            take_gate(gates, gate, b, head, i, there, pitch, like)
+        turn(turned, x.v.width, wide, written, values, read, found, None, gates, pitch, like)  # w, then dq
+        finish(x, gate, to, keys, read, found, found + pitch, like, scratch, b, head, i)
+    if gate is not None:
         clear(later, pitch, like)
         carried_out(later, turned, above.S, b, head, like)
         sum_crossing(to.gate, x.mask, later, x.q.width, like, b, head)

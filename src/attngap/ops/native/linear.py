@@ -286,7 +286,7 @@ def carried_out(later, state, dS, b, head, like):
         found = like
         for j in range(dS.width):
             d = get(row(dS, b, head, c) + j * dS.by_column, like)
-            found += get(cell(state, dS.width, j, c, size), like) * d
+            found += get(cell(state, dS.width, dS.length, j, c, size), like) * d
         put(later + c * size, found)
 
 

@@ -2,7 +2,8 @@
 
 Linear attention, the delta rule and every gradient of them are this one loop with other names: see `turn`. A state is
 laid out in panels as wide as two vectors, row after row, so that a panel is walked without gaps while the vectors that
-are read stay in registers.
+are read stay in registers. A state no wider than one vector is a single panel of that width, walked two rows at a time:
+half of a wider one would be zeros.
 
 Kernels know memory by its address: views of arrays would be counted, and threads would wait for each other's counts.
 What two tokens bring lies in a pair of buffers, `pitch` bytes apart and filled up with zeros. `like` is a zero of the
@@ -13,7 +14,21 @@ import math
 from typing import NamedTuple
 
 from attngap.ops.native import PANEL
-from attngap.ops.native.vectors import BYTES, fma, get, kernel, like_size, load, plus, put, splat, store, times, total
+from attngap.ops.native.vectors import (
+    BYTES,
+    exp,
+    fma,
+    get,
+    kernel,
+    like_size,
+    load,
+    plus,
+    put,
+    splat,
+    store,
+    times,
+    total,
+)
 
 
 class Rows(NamedTuple):
@@ -32,8 +47,8 @@ class Rows(NamedTuple):
 
 @kernel
 def padded(width, size):
-    """Bytes of a row in a buffer."""
-    return -(-width * size // PANEL) * PANEL
+    """Bytes of a row in a buffer: one vector, or whole panels."""
+    return BYTES if width * size <= BYTES else -(-width * size // PANEL) * PANEL
 
 
 @kernel
@@ -48,6 +63,9 @@ def turn(S, rows, width, write, value, read, out, by_row, by_column, pitch, like
 
     `width` is that of a row of S in bytes. A gate is one number a row, or one a column, or None.
     """
+    if width == BYTES:
+        turn_narrow(S, rows, write, value, read, out, by_row, by_column, pitch, like)
+        return
     size, zero = like_size(like), splat(like)
     for c in range(0, width, PANEL):
         d, at = c + BYTES, S + c * rows
@@ -82,8 +100,49 @@ def turn(S, rows, width, write, value, read, out, by_row, by_column, pitch, like
 
 
 @kernel
+def turn_narrow(S, rows, write, value, read, out, by_row, by_column, pitch, like):
+    """Where a row is one vector: even and odd rows side by side, so that fewer sums wait for each other."""
+    size, zero = like_size(like), splat(like)
+    a, e = load(value, like), load(value + pitch, like)
+    s, t, u, v = zero, zero, zero, zero
+    for r in range(0, rows // 2 * 2 * size, 2 * size):
+        at = S + r // size * BYTES
+        x, s, u = row_narrow(at, r, a, e, write, read, by_row, by_column, s, u, pitch, like)
+        y, t, v = row_narrow(at + BYTES, r + size, a, e, write, read, by_row, by_column, t, v, pitch, like)
+        store(at, x)
+        store(at + BYTES, y)
+    if rows % 2:
+        at = S + (rows - 1) * BYTES
+        x, s, u = row_narrow(at, (rows - 1) * size, a, e, write, read, by_row, by_column, s, u, pitch, like)
+        store(at, x)
+    store(out, plus(s, t))
+    store(out + pitch, plus(u, v))
+
+
+@kernel
+def row_narrow(at, r, a, e, write, read, by_row, by_column, s, u, pitch, like):
+    """The row after both tokens, and what they have read so far."""
+    x = load(at, like)
+    if by_row is not None:
+        x = times(splat(get(by_row + r, like)), x)
+    if by_column is not None:
+        x = times(load(by_column, like), x)
+    x = fma(splat(get(write + r, like)), a, x)
+    s = fma(splat(get(read + r, like)), x, s)
+    if by_row is not None:
+        x = times(splat(get(by_row + pitch + r, like)), x)
+    if by_column is not None:
+        x = times(load(by_column + pitch, like), x)
+    x = fma(splat(get(write + pitch + r, like)), e, x)
+    return x, s, fma(splat(get(read + pitch + r, like)), x, u)
+
+
+@kernel
 def ask(S, rows, width, read, out, pitch, like):
     """out = read S for both tokens; S stays."""
+    if width == BYTES:
+        ask_narrow(S, rows, read, out, pitch, like)
+        return
     size, zero = like_size(like), splat(like)
     for c in range(0, width, PANEL):
         at = S + c * rows
@@ -99,6 +158,23 @@ def ask(S, rows, width, read, out, pitch, like):
         store(out + c + BYTES, t)
         store(out + pitch + c, u)
         store(out + pitch + c + BYTES, v)
+
+
+@kernel
+def ask_narrow(S, rows, read, out, pitch, like):
+    size, zero = like_size(like), splat(like)
+    s, t, u, v = zero, zero, zero, zero
+    for r in range(0, rows // 2 * 2 * size, 2 * size):
+        x, y = load(S + r // size * BYTES, like), load(S + r // size * BYTES + BYTES, like)
+        s, u = fma(splat(get(read + r, like)), x, s), fma(splat(get(read + pitch + r, like)), x, u)
+        r += size
+        t, v = fma(splat(get(read + r, like)), y, t), fma(splat(get(read + pitch + r, like)), y, v)
+    if rows % 2:
+        r = (rows - 1) * size
+        x = load(S + (rows - 1) * BYTES, like)
+        s, u = fma(splat(get(read + r, like)), x, s), fma(splat(get(read + pitch + r, like)), x, u)
+    store(out, plus(s, t))
+    store(out + pitch, plus(u, v))
 
 
 @kernel
@@ -152,7 +228,10 @@ def take_gate(buffer, x, b, head, i, there, pitch, like):
     """exp of a row of log-decays, or of its one number, in every place; 1 where there is no token."""
     size, at = like_size(like), row(x, b, head, i)
     if there and x.width > 1:
-        for c in range(x.width):
+        whole = x.width * size // BYTES * BYTES if x.by_column == size else 0
+        for c in range(0, whole, BYTES):
+            store(buffer + c, exp(load(at + c, like)))
+        for c in range(whole // size, x.width):
             put(buffer + c * size, math.exp(get(at + c * x.by_column, like)))
     else:
         number = splat(math.exp(get(at, like) if there else like))
@@ -180,9 +259,9 @@ def clear(at, size, like):
 
 
 @kernel
-def cell(S, rows, r, c, size):
+def cell(S, rows, columns, r, c, size):
     """The address of an element of a state."""
-    wide = PANEL // size
+    wide = min(padded(columns, size), PANEL) // size
     return S + ((c // wide * rows + r) * wide + c % wide) * size
 
 
@@ -195,7 +274,7 @@ def enter(S, x, b, head, turned, like):
     for r in range(rows):
         for c in range(columns):
             i, j = (c, r) if turned else (r, c)
-            put(cell(S, rows, r, c, size), get(row(x, b, head, i) + j * x.by_column, like))
+            put(cell(S, rows, columns, r, c, size), get(row(x, b, head, i) + j * x.by_column, like))
 
 
 @kernel
@@ -203,5 +282,8 @@ def leave(x, b, head, S, fresh, like):
     """A state as a matrix, added to what is there unless `fresh`."""
     for r in range(x.length):
         for c in range(x.width):
-            found, at = get(cell(S, x.length, r, c, like_size(like)), like), row(x, b, head, r) + c * x.by_column
+            found, at = (
+                get(cell(S, x.length, x.width, r, c, like_size(like)), like),
+                row(x, b, head, r) + c * x.by_column,
+            )
             put(at, found if fresh else found + get(at, like))

@@ -5,6 +5,7 @@ These few operations say what is meant; where registers are narrower than 64 byt
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-BYTES = 64
+from attngap.ops.native import VECTOR
+
+BYTES = VECTOR
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "fastmath": {"contract"}, "error_model": "numpy"}
@@ -145,6 +148,50 @@ def fma(typing_context, x, y, z):
         return builder.call(cgutils.get_or_insert_function(builder.module, f, f"llvm.fma.{_suffix(vector)}"), arguments)
 
     return x(x, y, z), generate
+
+
+@primitive
+def exp(typing_context, x):
+    """exp of the elements, to the last few bits; arguments beyond the normal numbers are brought back to them.
+
+    2^n e^r with n whole and |r| <= log(2) / 2, e^r by its Taylor series and 2^n by its bits. LLVM would call the C
+    library for every element.
+    """
+
+    def generate(context, builder, signature, arguments):
+        vector = _ir(x.dtype)
+        single = isinstance(vector.element, ir.FloatType)
+        least, most, degree, mantissa, bias = (-87.0, 88.0, 7, 23, 127) if single else (-708.0, 709.0, 13, 52, 1023)
+        # log(2) in two parts, of which the first has so few bits that its products with n are exact
+        upper, lower = (0.693359375, -2.12194440e-4) if single else (0.693145751953125, 1.42860682030941723212e-6)
+
+        def number(value: float) -> ir.Constant:
+            return ir.Constant(vector, [value] * vector.count)
+
+        def call(name: str, *values):
+            f = ir.FunctionType(vector, [vector] * len(values))
+            f = cgutils.get_or_insert_function(builder.module, f, f"llvm.{name}.{_suffix(vector)}")
+            return builder.call(f, values)
+
+        argument = arguments[0]
+        for sign, end in (("<", least), (">", most)):  # not by minimum and maximum, which would lose a NaN
+            argument = builder.select(builder.fcmp_ordered(sign, argument, number(end)), number(end), argument)
+        n = call("rint", builder.fmul(argument, number(1 / math.log(2))))
+        r = call("fma", n, number(-lower), call("fma", n, number(-upper), argument))
+        found = number(1 / math.factorial(degree))
+        for power in range(degree - 1, -1, -1):
+            found = call("fma", found, r, number(1 / math.factorial(power)))
+        whole = ir.VectorType(ir.IntType(32 if single else 64), vector.count)
+        bits = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [bias] * vector.count))
+        bits = builder.shl(bits, ir.Constant(whole, [mantissa] * vector.count))
+        return builder.fmul(found, builder.bitcast(bits, vector))
+
+    return x(x), generate
+
+
+@primitive
+def over(typing_context, x, y):
+    return x(x, y), lambda context, builder, signature, arguments: builder.fdiv(*arguments)
 
 
 @primitive
