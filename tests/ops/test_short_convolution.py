@@ -42,6 +42,14 @@ def test_large_inputs_neither_overflow_nor_lose_a_nan():
     torch.testing.assert_close(d[there], (x[there] > 0).float())
 
 
+def test_half_precision_gives_its_own_type():
+    generator = torch.Generator().manual_seed(3)
+    x, taps = torch.randn(2, 9, 32, generator=generator), torch.randn(3, 32, generator=generator)
+    out = short_convolution(x.bfloat16(), taps)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), reference(x, taps), atol=0.05, rtol=0.05)
+
+
 def test_the_past_alone_is_seen():
     x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(0))
     later = x.clone()

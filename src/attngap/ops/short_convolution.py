@@ -23,11 +23,17 @@ def short_convolution(x: Float[Tensor, "b t c"], taps: Float[Tensor, "n c"]) -> 
     if x.ndim != 3 or taps.ndim != 2 or x.shape[2] != taps.shape[1]:
         raise AttngapError(f"x must be (b, t, c) and taps (n, c) with the same c, got {shape(x)} and {shape(taps)}")
     taps = taps.to(x.dtype)
-    if native.usable(x, state=taps[None, None]) and x.shape[2] * x.element_size() % native.VECTOR == 0 and x.numel():
+    if _fits(x, taps):
         return _Native.apply(x.contiguous(), taps.contiguous())
     t, past = x.shape[1], len(taps) - 1
     padded = F.pad(x, (0, 0, past, 0))
     return F.silu(sum((padded[:, past - j :][:, :t] * tap for j, tap in enumerate(taps)), torch.zeros_like(x)))
+
+
+def _fits(x: Tensor, taps: Tensor) -> bool:
+    """Whether the kernel can be used: it computes in the type of x, whole vectors of channels at a time."""
+    whole = x.dtype in (torch.float32, torch.float64) and x.shape[2] * x.element_size() % native.VECTOR == 0
+    return whole and x.numel() > 0 and native.usable(x, state=taps[None, None])
 
 
 class _Native(torch.autograd.Function):
@@ -39,4 +45,5 @@ class _Native(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return call.convolution_backward(*ctx.saved_tensors, grads[0].contiguous())
+        x, taps = ctx.saved_tensors
+        return call.convolution_backward(x, taps, grads[0].contiguous())
