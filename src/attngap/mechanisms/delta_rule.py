@@ -11,27 +11,7 @@ from attngap.mechanisms.linear_state import decay_factor, decayed_scores
 from attngap.ops.check import accumulate_dtype
 from attngap.ops.delta import delta_attention
 from attngap.ops.naive import expand_heads
-
-
-class Rescale(torch.autograd.Function):
-    """y = length x / |x|, with dx = r (dy - y (y . dy) / length^2) and r = length / |x|.
-
-    Two sums and two products backward, where torch's `normalize` goes over x some ten times.
-    """
-
-    @staticmethod
-    def forward(ctx, x, length):
-        r = length / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
-        y = x * r
-        ctx.save_for_backward(y, r)
-        ctx.length = length
-        return y
-
-    @staticmethod
-    def backward(ctx, *grads):
-        y, r = ctx.saved_tensors
-        along = (y * grads[0]).sum(-1, keepdim=True) * (-1 / ctx.length**2)
-        return torch.addcmul(grads[0], y, along).mul_(r), None
+from attngap.ops.rescale import rescale
 
 
 class DeltaRule(Mechanism):
@@ -66,8 +46,8 @@ class DeltaRule(Mechanism):
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         return Streams(
-            Rescale.apply(q, self.dim**-0.5),
-            Rescale.apply(k, 1.0),
+            rescale(q, self.dim**-0.5),
+            rescale(k, 1.0),
             v,
             log_decay=None if self.decay is None else self.decay(x),
             beta=self.write(x),

@@ -112,6 +112,25 @@ def convolution_backward(x, taps, d_out) -> tuple[Tensor, Tensor]:
     return dx, d_taps.sum((0, 1))
 
 
+def rescale_forward(x, length: float) -> tuple[Tensor, Tensor]:
+    """The rows of x brought to a length, laid out as x is, and by what they were multiplied."""
+    from attngap.ops.native import rescale
+
+    y, factors = torch.empty_like(x), x.new_empty(*x.shape[:3], 1)
+    of, *to = _rows(x, y, factors)
+    native.run(rescale.forward, (of, length, *to), x.dtype, _lanes(x), x.numel(), 2 * _bytes(x))
+    return y, factors
+
+
+def rescale_backward(y, factors, dy, length: float) -> Tensor:
+    from attngap.ops.native import rescale
+
+    dx = torch.empty_like(y)
+    *of, to = _rows(y, factors, dy, dx)
+    native.run(rescale.backward, (*of, length, to), y.dtype, _lanes(y), y.numel(), 2 * _bytes(y))
+    return dx
+
+
 def _vectors(x: Tensor) -> int:
     """Of channels, in all sequences."""
     return x.shape[0] * x.shape[2] * x.element_size() // native.VECTOR
@@ -147,8 +166,13 @@ def _mask(q: Tensor, mask: Tensor | None) -> Tensor:
 
 def _scratch(q: Tensor, v: Tensor, pairs: int) -> int:
     """Bytes of two states, one the other way round, and of pairs of buffers."""
-    r, dv = (-(-x.shape[-1] * x.element_size() // native.PANEL) * native.PANEL for x in (q, v))
+    r, dv = _bytes(q), _bytes(v)
     return q.shape[-1] * dv + v.shape[-1] * r + 2 * pairs * max(r, dv)
+
+
+def _bytes(x: Tensor) -> int:
+    """Of a row, filled up to whole panels."""
+    return -(-x.shape[-1] * x.element_size() // native.PANEL) * native.PANEL
 
 
 def _lanes(x: Tensor) -> int:

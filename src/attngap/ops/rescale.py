@@ -1,0 +1,45 @@
+"""Rows brought to a given length."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attngap.ops import native
+from attngap.ops.native import call
+from attngap.ops.uncompiled import uncompiled
+
+
+@uncompiled
+def rescale(x: Float[Tensor, "b h t d"], length: float) -> Float[Tensor, "b h t d"]:
+    """length x / |x|, where |x| is at least 1e-12. The backward cannot be differentiated again."""
+    return _Rescale.apply(x, length)
+
+
+class _Rescale(torch.autograd.Function):
+    """dx = r (dy - y (y . dy) / length^2) with r = length / |x|: torch's `normalize` goes over x some ten times."""
+
+    @staticmethod
+    def forward(ctx, x, length):
+        if _fits(x):
+            y, r = call.rescale_forward(x, length)
+        else:
+            r = length / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
+            y = x * r
+        ctx.save_for_backward(y, r)
+        ctx.length = length
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        y, r = ctx.saved_tensors
+        if _fits(y, grads[0]):
+            return call.rescale_backward(y, r, grads[0], ctx.length), None
+        along = (y * grads[0]).sum(-1, keepdim=True) * (-1 / ctx.length**2)
+        return torch.addcmul(grads[0], y, along).mul_(r), None
+
+
+def _fits(*tensors: Tensor) -> bool:
+    first = tensors[0]
+    return first.dtype in (torch.float32, torch.float64) and native.usable(*tensors, state=first[:, :, :1])

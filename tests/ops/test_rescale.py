@@ -1,0 +1,32 @@
+"""Rows of a given length against torch's normalize, its gradients included, compiled or not."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attngap.ops.rescale import rescale
+
+pytestmark = pytest.mark.usefixtures("both_ways")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [1, 5, 16, 40])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_and_gradients_are_those_of_normalize(dim, dtype, transposed):
+    generator = torch.Generator().manual_seed(dim)
+    x, dy = (torch.randn(2, 3, 7, dim, dtype=dtype, generator=generator) for _ in range(2))
+    if transposed:  # as projections leave it: time outside heads
+        x, dy = (y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x, dy))
+    x.requires_grad_()
+    ours, theirs = rescale(x, 0.25), F.normalize(x, dim=-1) / 4
+    torch.testing.assert_close(ours, theirs)
+    assert ours.stride() == x.stride()
+    for a, b in zip(*(torch.autograd.grad(y, x, dy) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_row_of_zeros_stays_one():
+    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
+    out = rescale(x, 1.0)
+    assert torch.equal(out, torch.zeros_like(x))
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
