@@ -1,11 +1,12 @@
-"""Throughput of the probes' trainer: python benchmarks/probes.py [--json]. Ratios within one run are what counts.
+"""Throughput of the probes' trainer: python benchmarks/probes.py [--threads N] [--json].
 
-Three questions: how much faster than a plain PyTorch decoder of the same sizes at the MQAR preset; how linear
-mechanisms compare with softmax at 4096 tokens; how much of a step the loop around it takes.
+Ratios within one run are what counts. One thread is how probes run: side by side, one on each core. Three questions: how
+much faster than a plain PyTorch decoder of the same sizes at the MQAR preset; how linear mechanisms compare with
+softmax at 4096 tokens; how much of a step the loop around it takes.
 """
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -138,12 +139,21 @@ def measure() -> dict:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     result = measure()
-    if "--json" in sys.argv:
+    if options.json:
         print(json.dumps(result, indent=2))
-    else:
-        print(f"MQAR preset: {result['speedup_over_plain']:.2f}x a plain decoder")
-        print(f"the loop takes {result['loop_overhead']:.1%} of a step")
-        for name, ratio in result["over_softmax_at_4096"].items():
-            print(f"4096 tokens, {name}: {ratio:.1f}x softmax's tokens a second")
+        return
+    print(f"MQAR preset: {result['speedup_over_plain']:.2f}x a plain decoder")
+    print(f"the loop takes {result['loop_overhead']:.1%} of a step")
+    for name, found in result["over_softmax_at_4096"].items():
+        print(f"4096 tokens, {name}: {found:.1f}x softmax's tokens a second")
+
+
+if __name__ == "__main__":
+    main()
