@@ -1,7 +1,7 @@
 """Throughput of the probes' trainer: python benchmarks/probes.py [--threads N] [--json].
 
-Ratios within one run are what counts. One thread is how probes run: side by side, one on each core. Three questions: how
-much faster than a plain PyTorch decoder of the same sizes at the MQAR preset; how linear mechanisms compare with
+Ratios within one run are what counts. One thread is how probes run: side by side, one on each core. Three questions:
+how much faster than a plain PyTorch decoder of the same sizes at the MQAR preset; how linear mechanisms compare with
 softmax at 4096 tokens; how much of a step the loop around it takes.
 """
 

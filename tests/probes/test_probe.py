@@ -37,6 +37,19 @@ def test_an_object_or_a_function_of_one_s_own_trains_like_the_name():
     assert by_object.mechanism == by_function.mechanism == "doubled"
 
 
+@pytest.mark.parametrize("mechanism", ["elu", Elu])
+def test_threads_are_those_asked_for_and_are_given_back(mechanism):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert attngap.probe("copy", mechanism, model=SMALL, train=QUICK).records[0].provenance["threads"] == 1
+        wide = attngap.probe("copy", mechanism, model=SMALL, train=QUICK, threads=2)
+        assert wide.records[0].provenance["threads"] == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_prediction_is_for_memories_of_fixed_size():
     predictions = {
         name: attngap.probe("copy", name, model=SMALL, train=QUICK).summary.predicted for name in ("elu", "softmax")

@@ -12,6 +12,7 @@ probe = typer.Typer(no_args_is_help=True, help="Small models on recall, copying,
 Db = Annotated[Path, typer.Option(help="Run database (SQLite).", envvar="ATTNGAP_DB")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Workers = Annotated[int, typer.Option(help="Runs at a time on this machine.")]
+Threads = Annotated[int, typer.Option(min=1, help="Of each run; more than one pays for wide models only.")]
 Ray = Annotated[str | None, typer.Option(help="Run on a Ray cluster: host:port, ray://host:port, auto or local.")]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints: interrupted runs go on from there.")]
 DB = Path("attngap-runs.db")
@@ -75,6 +76,7 @@ def run(
     ] = None,
     db: Db = DB,
     workers: Workers = 1,
+    threads: Threads = 1,
     ray: Ray = None,
     checkpoints: Checkpoints = None,
     as_json: AsJson = False,
@@ -96,7 +98,8 @@ def run(
         grid["state"] = state
     from attngap.probes.sweep import expand
 
-    _run_and_show(f"run {task}", expand({**grid, **changes}), db, workers, ray, checkpoints, as_json)
+    where = {"workers": workers, "threads": threads, "ray": ray, "checkpoints": checkpoints}
+    _run_and_show(f"run {task}", expand({**grid, **changes}), db, where, as_json)
 
 
 @probe.command()
@@ -104,6 +107,7 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="A sweep file (TOML).")],
     db: Db = DB,
     workers: Workers = 1,
+    threads: Threads = 1,
     ray: Ray = None,
     checkpoints: Checkpoints = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the runs and stop.")] = False,
@@ -139,7 +143,8 @@ def sweep(
             else f"{name}: {left} of {len(specs)} runs to do"
         )
         return
-    _run_and_show(name, specs, db, workers, ray, checkpoints, as_json)
+    where = {"workers": workers, "threads": threads, "ray": ray, "checkpoints": checkpoints}
+    _run_and_show(name, specs, db, where, as_json)
 
 
 @probe.command()
@@ -186,9 +191,7 @@ def results(
         _print_summaries(summaries)
 
 
-def _run_and_show(
-    name: str, specs: list[Any], db: Path, workers: int, ray: str | None, checkpoints: Path | None, as_json: bool
-) -> None:
+def _run_and_show(name: str, specs: list[Any], db: Path, where: dict[str, Any], as_json: bool) -> None:
     from attngap.probes.runs import check, run_all
     from attngap.probes.summary import summarize
     from attngap.progress import progress
@@ -206,9 +209,7 @@ def _run_and_show(
                 steps = spec["train"]["steps"]
                 advance(0, note=f"{_label(spec)}: step {step}/{steps} loss {loss:.3f} score {_number(score)}")
 
-            for done in run_all(
-                specs, runs, sweep=name, workers=workers, ray=ray, checkpoints=checkpoints, watch=watch
-            ):
+            for done in run_all(specs, runs, sweep=name, watch=watch, **where):
                 score = "failed" if done.result is None else _number(done.result["score"])
                 advance(note=f"{_label(done.spec)}: score {score}")
                 if done.error is not None:

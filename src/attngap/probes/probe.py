@@ -13,7 +13,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.probes.model import Decoder, ModelOptions, replicate
 from attngap.probes.presets import preset
-from attngap.probes.runs import describe, finished, run_all
+from attngap.probes.runs import describe, finished, in_threads, run_all
 from attngap.probes.spec import make_spec
 from attngap.probes.summary import Summary, summarize
 from attngap.probes.tasks.base import Task
@@ -54,6 +54,7 @@ def probe(
     sequences: int = 64,
     db: str | Path | None = None,
     workers: int = 1,
+    threads: int = 1,
     ray: str | None = None,
 ) -> Result:
     """Train small models with `mechanism` on `task`, or put the task to a Hugging Face model as it is.
@@ -61,7 +62,8 @@ def probe(
     `mechanism` is a name of the catalogue (`"gla"`, `"polynomial:degree=3"`, `"gla+softmax"` for one a layer), a
     `Mechanism` (copied for every layer), a function of (heads, dim, value_dim) that makes one, or a Hugging Face causal
     model, for which `tokenizer` and `sequences` count and nothing is trained. Sizes are the task's CPU preset, changed
-    by `task_options`, `model` and `train`. With `db` finished runs are stored and found again.
+    by `task_options`, `model` and `train`. With `db` finished runs are stored and found again. `workers` runs go side
+    by side, of `threads` each; only wide models gain from more than one.
 
     >>> quick = {"steps": 2, "batch": 4, "test": 8, "validation": 8}
     >>> probe("copy", "elu", train=quick).metric
@@ -89,32 +91,33 @@ def probe(
     if not specs:
         raise AttngapError("probe needs at least one seed and one learning rate")
     if isinstance(mechanism, str):
-        return _result(_stored(specs, db, workers, ray))
+        return _result(_stored(specs, db, workers=workers, threads=threads, ray=ray))
     if db is not None or ray is not None or state is not None:
         raise AttngapError(
             "db, ray and state need a mechanism by name; register yours in the entry-point group attngap.mechanisms"
         )
-    return _result([_train_object(spec, mechanism) for spec in specs])
+    return _result([_train_object(spec, mechanism, threads) for spec in specs])
 
 
-def _stored(specs: list[dict[str, Any]], db: str | Path | None, workers: int, ray: str | None) -> list[Record]:
+def _stored(specs: list[dict[str, Any]], db: str | Path | None, **where: Any) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder, Runs(db or Path(folder) / "runs.db") as runs:
-        for _ in run_all(specs, runs, sweep=f"probe {specs[0]['task']}", workers=workers, ray=ray):
+        for _ in run_all(specs, runs, sweep=f"probe {specs[0]['task']}", **where):
             pass
         return finished(specs, runs)
 
 
-def _train_object(spec: dict[str, Any], mechanism: Any) -> Record:
+def _train_object(spec: dict[str, Any], mechanism: Any, threads: int) -> Record:
     """The same run with somebody's own object: its numbers cannot be named by a hash, so they are not stored."""
     task = make_task(spec["task"], **spec["task_options"])
     options = TrainOptions(**spec["train"])
     make = replicate(mechanism) if isinstance(mechanism, Mechanism) else _factory(mechanism)
-    with torch.random.fork_rng(devices=[]):
+    with in_threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec["seed"])
         decoder = Decoder(task, [make], ModelOptions(**spec["model"]))
         trained = train(decoder, task, options, learning_rate=spec["learning_rate"], seed=spec["seed"])
     spec = {**spec, "mechanism": decoder.mixers[0].mechanism.name}
-    return Record(spec_key(spec), spec, describe(task, decoder, trained), provenance(seed=spec["seed"]), finished="")
+    facts = provenance(seed=spec["seed"], threads=threads)
+    return Record(spec_key(spec), spec, describe(task, decoder, trained), facts, finished="")
 
 
 def _factory(function: Any) -> Callable[[ModelOptions], Mechanism]:

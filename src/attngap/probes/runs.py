@@ -1,5 +1,6 @@
 """Carrying out specs: one here, or many through the engine into the store."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -32,17 +33,23 @@ class Job:
 def execute(job: Job, report: Report | None = None) -> dict[str, Any]:
     """Train what the spec says; returns `result` and `provenance`, ready for the store."""
     spec = job.spec
-    torch.set_num_threads(job.threads)
-    with torch.random.fork_rng(devices=[]):
+    with in_threads(job.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec["seed"])
         task, model, options = build(spec)
         file = Path(job.checkpoints) / f"{spec_key(spec)}.safetensors" if job.checkpoints else None
         rate, seed = spec["learning_rate"], spec["seed"]
         trained = train(model, task, options, learning_rate=rate, seed=seed, checkpoints=file, report=report)
-    return {
-        "result": describe(task, model, trained),
-        "provenance": provenance(seed=seed, threads=torch.get_num_threads()),
-    }
+    return {"result": describe(task, model, trained), "provenance": provenance(seed=seed, threads=job.threads)}
+
+
+@contextlib.contextmanager
+def in_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _watched(watch: Watch, job: Job) -> dict[str, Any]:
@@ -93,12 +100,16 @@ def run_all(
     *,
     sweep: str,
     workers: int = 1,
+    threads: int = 1,
     ray: str | None = None,
     checkpoints: Path | None = None,
     retries: int = 2,
     watch: Watch | None = None,
 ) -> Iterator[Done]:
     """Compute the runs the database lacks and store each as it finishes. Ends early only by Ctrl-C or close.
+
+    `workers` runs at a time, of `threads` each. At the presets a second thread makes softmax a twentieth faster
+    and linear mechanisms slower, so another run makes better use of a core.
 
     `watch` is called after every step of a run in this process, that is with one worker.
     """
@@ -108,8 +119,6 @@ def run_all(
     runs.begin(sweep, specs)
     missing = [dict(spec) for spec in runs.missing(specs)]
     _drop_checkpoints(checkpoints, [spec for spec in specs if spec not in missing])  # a kill may have come in between
-    # Alone, a run may use every core; side by side they share them; on a cluster a job is promised one.
-    threads = 1 if ray is not None else max(1, torch.get_num_threads() // max(1, workers))
     jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
     function: Callable[[Job], dict[str, Any]] = execute
     if watch is not None and workers == 1 and ray is None:
