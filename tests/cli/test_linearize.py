@@ -72,10 +72,8 @@ def test_wrong_choices_are_refused(place, arguments, message):
     assert not (place / "new").exists()
 
 
-def test_whole_groups_are_kept_where_asked(place, tmp_path):
-    found = run(
-        place, "linearize", place / "base", "--keep", "0.5", "--granularity", "group", "-o", tmp_path / "new", "--json"
-    )
+def test_whole_groups_are_kept(place, tmp_path):
+    found = run(place, "linearize", place / "base", "--keep", "0.5", "-o", tmp_path / "new", "--json")
     receipt = json.loads(found.stdout)
     size = receipt["heads"] // receipt["groups"]
     assert size > 1

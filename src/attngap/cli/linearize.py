@@ -24,8 +24,8 @@ def linearize(
     keep: Annotated[float | None, typer.Option(help="Share of heads to keep, those it hurts most to replace.")] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="Keep as few heads as this ratio allows.")] = None,
     granularity: Annotated[
-        str, typer.Option(help="Without a plan: keep single heads, or whole groups: head, group.")
-    ] = "head",
+        str, typer.Option(help="Without a plan: keep whole groups of heads, or single ones: group, head.")
+    ] = "group",
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
     window: Annotated[int | None, typer.Option(help="Last keys kept exact; default: the plan's, or 256.")] = None,
@@ -44,9 +44,9 @@ def linearize(
 ) -> None:
     """Replace the heads that do not need softmax and say what that costs and gains.
 
-    A group is the heads that share a key head: only when all of them are replaced is their cache dropped, so at long
-    contexts --granularity group saves more memory and time, at some cost in quality. Started again with the same
-    arguments, a killed run goes on where it stopped.
+    A group is the heads that share a key head. Its cache is dropped only when all of them are replaced, so heads are
+    kept by whole groups; --granularity head keeps the same number wherever they matter most. Started again with the
+    same arguments, a killed run goes on where it stopped.
 
     Examples: attngap linearize smollm2 --keep 0.1 -o fast, attngap linearize smollm2 --plan plan.json -o fast
     """
