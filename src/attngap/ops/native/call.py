@@ -118,7 +118,7 @@ def rescale_forward(x, length: float) -> tuple[Tensor, Tensor]:
 
     y, factors = torch.empty_like(x), x.new_empty(*x.shape[:3], 1)
     of, *to = _rows(x, y, factors)
-    native.run(rescale.forward, (of, length, *to), x.dtype, _lanes(x), x.numel(), 2 * _bytes(x))
+    native.run(rescale.forward, (of, length, *to), x.dtype, _lanes(x), x.numel(), 3 * _bytes(x))
     return y, factors
 
 
@@ -127,7 +127,7 @@ def rescale_backward(y, factors, dy, length: float) -> Tensor:
 
     dx = torch.empty_like(y)
     *of, to = _rows(y, factors, dy, dx)
-    native.run(rescale.backward, (*of, length, to), y.dtype, _lanes(y), y.numel(), 2 * _bytes(y))
+    native.run(rescale.backward, (*of, length, to), y.dtype, _lanes(y), y.numel(), 3 * _bytes(y))
     return dx
 
 
