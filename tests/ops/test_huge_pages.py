@@ -1,5 +1,10 @@
 """Large results in large pages: the same tensors, whatever the kernel makes of the advice."""
 
+import ctypes
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from attngap.ops import pages
@@ -36,3 +41,29 @@ def test_only_large_tensors_are_advised_on(monkeypatch):
 def test_without_huge_pages_there_is_no_advice(monkeypatch):
     monkeypatch.setattr(pages, "_madvise", lambda: None)
     assert pages.empty((pages.LARGE,), torch.float32, torch.device("cpu")).numel() == pages.LARGE
+
+
+FAULTS = """
+import resource, sys
+import torch
+from attngap.ops.pages import keep_freed
+if sys.argv[1] == "keep":
+    keep_freed()
+for _ in range(3):  # once to get the memory
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt"
+)
+def test_freed_memory_is_kept_where_asked():
+    """In processes of their own: it cannot be undone."""
+    faults = {
+        how: int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "give back")
+    }
+    assert faults["keep"] < faults["give back"] / 10

@@ -32,8 +32,8 @@ def empty_like(x: Tensor) -> Tensor:
 def keep_freed() -> None:
     """From now on this process keeps memory that tensors gave back, for the next ones.
 
-    The C library gives large pieces back to the system at once and gets them anew, page by page: in passes of a model
-    over a thousand tokens, a tenth of the time. For programs that are about such passes: memory stays at its peak.
+    The C library gives large pieces back to the system at once and gets them anew, page by page: a twentieth of a
+    conversion's time. For programs that are about passes of large models: memory stays at its peak.
     """
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):  # musl has none
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
