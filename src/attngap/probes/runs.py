@@ -108,8 +108,8 @@ def run_all(
 ) -> Iterator[Done]:
     """Compute the runs the database lacks and store each as it finishes. Ends early only by Ctrl-C or close.
 
-    `workers` runs at a time, of `threads` each. At the presets a second thread makes softmax a twentieth faster
-    and linear mechanisms slower, so another run makes better use of a core.
+    `workers` runs at a time, of `threads` each. The presets are so small that a second thread gains little, and another
+    run makes better use of a core.
 
     `watch` is called after every step of a run in this process, that is with one worker.
     """
