@@ -84,8 +84,8 @@ def split(layout: Layout, scale: float, relative: bool, sources, near: Near | No
     """Cut the batch so that a block's weights stay in cache."""
     q, k, v, fq, fk, gain, past_k, past_v, past_fk = sources
     b, h, _, _ = q.shape
-    columns = layout.sinks + layout.window + layout.chunk
-    size = max(1, CACHE // (h * min(layout.chunk, layout.length) * columns))
+    block = min(layout.chunk, layout.length)
+    size = max(1, CACHE // (h * block * (layout.sinks + layout.window + block)))
     masks = Masks(layout, h // k.shape[1], gain)
     for first in range(0, b, size):
         part = slice(first, min(first + size, b))

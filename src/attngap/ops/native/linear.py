@@ -33,7 +33,7 @@ from attngap.ops.native.memory import (
     take_gate,
     turn,
 )
-from attngap.ops.native.vectors import get, kernel, like_size, number, put
+from attngap.ops.native.vectors import BYTES, get, kernel, like_size, load, number, plus, put, splat, total
 
 EPS = 1e-6  # the rule for vanishing normalizers, stated in `naive.linear_attention`
 BUFFERS = 11
@@ -296,7 +296,8 @@ def give_gate(d_gate, b, head, i, later, there, fresh, width, like):
     if d_gate.width > 1:
         give(d_gate, b, head, i, later, number(1, like) if there else like, fresh, like)
     else:
-        at, found = row(d_gate, b, head, i), like
-        for c in range(later, later + width if there else later, like_size(like)):
-            found += get(c, like)
+        at, sums = row(d_gate, b, head, i), splat(like)
+        for c in range(0, width if there else 0, BYTES):
+            sums = plus(sums, load(later + c, like))
+        found = total(sums)
         put(at, found if fresh else found + get(at, like))

@@ -234,7 +234,7 @@ def take_gate(buffer, x, b, head, i, there, pitch, like):
         for c in range(whole // size, x.width):
             put(buffer + c * size, math.exp(get(at + c * x.by_column, like)))
     else:
-        number = splat(math.exp(get(at, like) if there else like))
+        number = exp(splat(get(at, like) if there else like))
         for c in range(0, pitch, BYTES):
             store(buffer + c, number)
 
