@@ -104,7 +104,7 @@ class Mechanism(nn.Module):
         `start` is how many real tokens came before, for maps that depend on the position: one number, or one for each
         sequence. `mask` is `(b, t)`, True at real tokens; padding does not count as a position.
         """
-        self._validate(x, q, k, v, mask)
+        self.validate(x, q, k, v, mask)
         first = torch.as_tensor(start, device=q.device).reshape(-1, 1)  # (1 or b, 1)
         if mask is None:
             position = first + torch.arange(q.shape[2], device=q.device)
@@ -173,6 +173,18 @@ class Mechanism(nn.Module):
         """`read`, then `chunked`."""
         return self.chunked(self.read(x, q, k, v, start=start, mask=mask), state, chunk)
 
+    def mix(
+        self,
+        x: Float[Tensor, "..."] | None,
+        q: Float[Tensor, "..."],
+        k: Float[Tensor, "..."],
+        v: Float[Tensor, "..."],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "b h t dv"]:
+        """The output of `forward` for whole sequences, for training: a family may reach it faster without a state."""
+        return self(x, q, k, v, mask=mask)[1]
+
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         return f"heads={self.heads}, dim={self.dim}, value_dim={self.value_dim}{grouped}"
@@ -182,7 +194,8 @@ class Mechanism(nn.Module):
         if not self.causal:
             raise AttngapError(f"{self.name}: {form} needs causal=True; with causal=False use parallel or chunked")
 
-    def _validate(self, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    def validate(self, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """Refuse inputs whose shapes or types do not go together."""
         if q.ndim != 4:
             raise AttngapError(f"{self.name}: q must have 4 axes (b, heads, t, dim), got shape {tuple(q.shape)}")
         b, _, t, _ = q.shape

@@ -17,6 +17,7 @@ from attngap.mechanisms.base import Mechanism, State, Streams
 VALUE = 1e-10  # float64, relative to the largest entry
 HALF = 0.03  # bfloat16, likewise: eight bits of mantissa, sums in float32
 LENGTH = 20
+SHORT = 6  # below the width of most maps
 LONG = 40  # for ranks: a block must be able to exceed what is declared
 
 
@@ -100,6 +101,21 @@ def gradients_agree(case: Case) -> None:
     for name, form in others:
         for label, got in _gradients(case, form).items():
             _equal(got, expected[label], f"gradient of {label}, {name} against {first}")
+
+
+def mix_agrees(case: Case) -> None:
+    """`mix` gives the output and the gradients of `parallel`, for few tokens and for many, padded too."""
+    for length in (SHORT, LENGTH):
+        here = make_case(case.mechanism, length=length)
+        m = here.mechanism
+        expected = _gradients(here, m.parallel)
+        for label, got in _gradients_of(here, m.mix).items():
+            _equal(got, expected[label], f"gradient of {label}, mix of {length} tokens against parallel")
+        out = m.parallel(here.streams())
+        _equal(m.mix(here.x, here.q, here.k, here.v), out, f"mix of {length} tokens against parallel")
+        padded, mask = _pad(here, 2, 1)
+        inside = m.mix(padded.x, padded.q, padded.k, padded.v, mask=mask)[:, :, 2:-1]
+        _equal(inside, out, f"mix of {length} tokens with padding against parallel")
 
 
 def state_carries(case: Case) -> None:
@@ -267,6 +283,7 @@ def half_precision(case: Case) -> None:
 LAWS: tuple[Callable[[Case], None], ...] = (
     forms_agree,
     gradients_agree,
+    mix_agrees,
     state_carries,
     past_only,
     linear_in_v,
@@ -313,10 +330,14 @@ def _same_state(got: State, expected: State, what: str) -> None:
 
 
 def _gradients(case: Case, form: Callable[[Streams], Tensor]) -> dict[str, Tensor]:
+    return _gradients_of(case, lambda *inputs: form(case.mechanism.read(*inputs)))
+
+
+def _gradients_of(case: Case, mix: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Of some product with the output of mix(x, q, k, v), for inputs and parameters."""
     inputs = {"x": case.x, "q": case.q, "k": case.k, "v": case.v}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items() if x is not None}
-    streams = case.mechanism.read(leaves.get("x"), leaves["q"], leaves["k"], leaves["v"])
-    out = form(streams)
+    out = mix(leaves.get("x"), leaves["q"], leaves["k"], leaves["v"])
     generator = torch.Generator().manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, dtype=out.dtype)
     wanted = leaves | dict(case.mechanism.named_parameters())

@@ -4,7 +4,9 @@ from typing import Any, ClassVar
 
 from attngap.mechanisms.base import Streams
 from attngap.mechanisms.feature_maps import FeatureMap
-from attngap.mechanisms.linear_state import LinearState
+from attngap.mechanisms.linear_state import EPS, LinearState
+from attngap.ops.check import check_finite
+from attngap.ops.naive import expand_heads, safe_normalizer
 
 
 class FeatureAttention(LinearState):
@@ -37,3 +39,15 @@ class FeatureAttention(LinearState):
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         return Streams(self.feature_map.query(q, position), self.feature_map.key(k, position), v, mask=mask)
+
+    def mix(self, x, q, k, v, *, mask=None):
+        """By the scores, where the map is a function of them and a row has fewer of them than of features."""
+        if not self.feature_map.of_scores or q.shape[2] > self.width:
+            return super().mix(x, q, k, v, mask=mask)
+        self.validate(x, q, k, v, mask)
+        now = Streams(q, k, v, mask=mask).wide()
+        scores = now.q @ expand_heads(now.k, self.heads).mT * self.dim**-0.5
+        raw = self.seen(self.feature_map.kernel(scores), mask)  # (b, h, t, t)
+        out = raw @ expand_heads(now.v, self.heads) / safe_normalizer(raw.sum(-1, keepdim=True), EPS)
+        check_finite({"out": out}, {"q": q, "k": k, "v": v})
+        return out.to(v.dtype)

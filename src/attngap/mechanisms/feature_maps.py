@@ -31,6 +31,7 @@ class FeatureMap(nn.Module):
     name: ClassVar[str]
     positive: ClassVar[bool]  # are all features >= 0, so that weights are too
     learned: ClassVar[bool] = False
+    of_scores: ClassVar[bool] = False  # is phi(q) . phi(k) a function of q . k alone, given by `kernel`
 
     def __init__(self, heads: int, dim: int, kv_heads: int):
         super().__init__()
@@ -55,6 +56,10 @@ class FeatureMap(nn.Module):
         return self.features(x, position)
 
     def features(self, x: Tensor, position: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def kernel(self, scores: Tensor) -> Tensor:
+        """phi(q) . phi(k) from q . k / sqrt(d)."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -116,6 +121,7 @@ class Polynomial(FeatureMap):
 
     factors: Tensor  # (degree, d, r), one entry in each column
     name, positive = "polynomial", False  # the features are signed; the weights are >= 0 for an even degree
+    of_scores = True
 
     def __init__(self, heads: int, dim: int, kv_heads: int, *, degree: int = 2):
         super().__init__(heads, dim, kv_heads)
@@ -140,11 +146,15 @@ class Polynomial(FeatureMap):
             product = product * other
         return product
 
+    def kernel(self, scores):
+        return scores**self.degree
+
 
 class Taylor(FeatureMap):
     """phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt(d): exp to second order (Based, 2402.18668)."""
 
     name, positive = "taylor", False  # the features are signed; the weights 1 + s + s^2/2 >= 1/2 are not
+    of_scores = True
 
     def __init__(self, heads: int, dim: int, kv_heads: int):
         super().__init__(heads, dim, kv_heads)
@@ -154,6 +164,9 @@ class Taylor(FeatureMap):
     def features(self, x, position):
         one = torch.ones_like(x[..., :1])
         return torch.cat([one, x * self.dim**-0.25, self.square.features(x, position) * 0.5**0.5], -1)
+
+    def kernel(self, scores):
+        return 1 + scores * (1 + scores / 2)
 
 
 class Favor(FeatureMap):

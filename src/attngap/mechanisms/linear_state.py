@@ -53,10 +53,15 @@ class LinearState(Mechanism):
         streams = streams.wide()
         q, k = streams.q, expand_heads(streams.k, self.heads)
         decay = None if streams.log_decay is None else expand_heads(streams.log_decay, self.heads)
-        raw = decayed_scores(q, k, decay, streams.mask)
-        allowed = pair_mask(streams.length, streams.mask, causal=self.causal, window=None, sinks=0)[:, None]
-        raw = torch.where(allowed.to(raw.device), raw, 0.0)
+        raw = self.seen(decayed_scores(q, k, decay, streams.mask), streams.mask)
         return raw / safe_normalizer(raw.sum(-1, keepdim=True), EPS) if self.normalized else raw
+
+    def seen(self, raw: Float[Tensor, "b h t t"], mask: Bool[Tensor, "b t"] | None) -> Float[Tensor, "b h t t"]:
+        """Weights with zeros where a row may not read."""
+        if mask is None:
+            return raw.tril() if self.causal else raw
+        allowed = pair_mask(raw.shape[-1], mask, causal=self.causal, window=None, sinks=0)[:, None]
+        return torch.where(allowed.to(raw.device), raw, 0.0)
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None

@@ -144,8 +144,7 @@ class Layer(nn.Module):
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         x_of_gates = y.to(q.dtype) if self.mechanism.gated else None  # autocast leaves y in float32
-        _, mixed = self.mechanism(x_of_gates, q, k, v)  # (b, h, t, dv)
-        mixed = mixed.transpose(1, 2)  # (b, t, h, dv)
+        mixed = self.mechanism.mix(x_of_gates, q, k, v).transpose(1, 2)  # (b, t, h, dv)
         if where is not None:
             x, mixed = _pick(x, where), _pick(mixed, where)
         if self.gain is not None:
