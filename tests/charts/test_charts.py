@@ -101,11 +101,22 @@ def scored(mechanism, state_floats, score, predicted=None):
 
 def test_names_of_mechanisms_stand_beside_their_largest_state_and_apart():
     points = [scored("elu", 500, 0.2), scored("gla", 500, 0.2), scored("mala", 510, 0.21), scored("elu", 4000, 1.0)]
-    placed = {label["mechanism"]: label for label in probes.place_labels(points)}
+    placed = {label["mechanism"]: label for label in probes.place_labels(points, 1.1)}
     assert placed["elu"]["state_floats"] == 4000
     assert placed["elu"]["place"] == 1.0
     assert placed["gla"]["place"] == 0.2
     assert placed["mala"]["place"] == pytest.approx(0.2 + 0.8 * probes.LINE)
+
+
+def test_names_that_would_leave_the_picture_go_down_instead():
+    points = [scored(name, 500, score) for name, score in (("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 1.0))]
+    placed = {label["mechanism"]: label["place"] for label in probes.place_labels(points, 1.01)}
+    assert placed == {
+        "a": 0.0,
+        "b": pytest.approx(1.01 - 2 * probes.LINE),
+        "c": pytest.approx(1.01 - probes.LINE),
+        "d": pytest.approx(1.01),
+    }
 
 
 def test_only_mechanisms_at_several_sizes_have_a_color():

@@ -46,46 +46,52 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
         ),
         base.mark_line(strokeWidth=1.5).encode(x=x, y=y, color=color, detail="mechanism:N"),
         base.mark_point(filled=True, size=50, opacity=1).encode(x=x, y=y, color=color, tooltip=tips),
-        *_predicted(points, x, metric),
-        alt.Chart(rows(place_labels(points)))
+        alt.Chart(rows(place_labels(points, max(heights) + room)))
         .mark_text(align="left", dx=7)
         .encode(x=x, y=alt.Y("place:Q", title=metric), text="mechanism:N", color=color),
     ]
-    return alt.layer(*layers).properties(width="container", height=280)
+    limit = _predicted(points)
+    if not limit:
+        return alt.layer(*layers).properties(width="container", height=280)
+    line = alt.Chart(rows(limit, ["state_floats", "predicted"])).mark_line(strokeDash=[1, 3], strokeWidth=2, color=GRAY)
+    # Named above the frame: inside there is no place that is free in every picture.
+    named = alt.TitleParams(
+        "dotted line: predicted for a random memory", anchor="start", color=GRAY, fontWeight="normal", fontSize=11
+    )
+    layers.append(line.encode(x=x, y=alt.Y("predicted:Q", title=metric)))
+    return alt.layer(*layers).properties(width="container", height=280, title=named)
 
 
-def _predicted(points: Sequence[Row], x, metric: str) -> list:
+def _predicted(points: Sequence[Row]) -> list[Row]:
     """The limit for random memories: of several ranks at about one size, the lower one is drawn."""
     known: dict[int, Row] = {}
     for point in sorted(points, key=lambda point: -(point.get("predicted") or 0.0)):
         if point.get("predicted") is not None:
             known[point["state_floats"]] = point
-    if not known:
-        return []
-    alt = altair()
-    y = alt.Y("predicted:Q", title=metric)
-    line = alt.Chart(rows(list(known.values()), ["state_floats", "predicted"]))
-    first = min(known)
-    above = max(known[size]["predicted"] for size in known if size <= 2 * first)  # the name is about that long
-    name = alt.Chart(rows([{"state_floats": first, "predicted": above, "name": "predicted for a random memory"}]))
-    return [
-        line.mark_line(strokeDash=[1, 3], strokeWidth=2, color=GRAY).encode(x=x, y=y),
-        name.mark_text(align="left", dy=-9, color=GRAY).encode(x=x, y=y, text="name:N"),
-    ]
+    return list(known.values())
 
 
-def place_labels(points: Sequence[Row]) -> list[Row]:
-    """The largest point of each mechanism with `place`, the height of its name: near the point, clear of the others."""
+def place_labels(points: Sequence[Row], top: float) -> list[Row]:
+    """The largest point of each mechanism with `place`, the height of its name: near the point, clear of the others.
+
+    Names are stacked upward and, where that would lead beyond `top`, downward from there.
+    """
     last = [max((p for p in points if p["mechanism"] == n), key=lambda p: p["state_floats"]) for n in _names(points)]
     scores = [point["score"] for point in points]
     line = LINE * max(max(scores) - min(scores), 1e-9)
     sizes = [math.log(point["state_floats"]) for point in points]
     column = COLUMN * max(max(sizes) - min(sizes), 1e-9)
-    placed: list[Row] = []
-    for point in sorted(last, key=lambda point: point["score"]):
+
+    def near(point: Row, others: list[Row]) -> list[float]:
         here = math.log(point["state_floats"])
-        near = [p["place"] for p in placed if abs(math.log(p["state_floats"]) - here) <= column]
-        placed.append({**point, "place": max([point["score"], *(place + line for place in near)])})
+        return [p["place"] for p in others if abs(math.log(p["state_floats"]) - here) <= column]
+
+    upward: list[Row] = []
+    for point in sorted(last, key=lambda point: point["score"]):
+        upward.append({**point, "place": max([point["score"], *(place + line for place in near(point, upward))])})
+    placed: list[Row] = []
+    for point in reversed(upward):
+        placed.append({**point, "place": min([point["place"], top, *(place - line for place in near(point, placed))])})
     return placed
 
 
