@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -115,6 +117,23 @@ def test_batches_can_be_repeated_and_chosen_from():
         pair = model(PROMPT[:, :1].repeat(2, 1), past_key_values=cache).logits
         alone = model(torch.cat((PROMPT, PROMPT[:, :1]), 1), use_cache=False).logits[:, -1:]
     torch.testing.assert_close(pair, alone.repeat(2, 1, 1), atol=2e-4, rtol=1e-4)
+
+
+def test_decoding_overwrites_its_own_state_and_no_copy_of_it():
+    model = converted()
+    cache = DynamicCache()
+    token = PROMPT[:, :1]
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        saved = copy.deepcopy(cache)
+        place = cache.layers[0].state["S"].data_ptr()
+        first = model(token, past_key_values=cache).logits
+        assert cache.layers[0].state["S"].data_ptr() == place
+        assert torch.equal(model(token, past_key_values=copy.deepcopy(saved)).logits, first)
+    tracked = model(token, past_key_values=saved).logits  # with gradients nothing is overwritten
+    torch.testing.assert_close(tracked, first)
+    tracked.sum().backward()
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").weight.grad.isfinite().all()
 
 
 def test_caches_of_another_kind_are_refused():

@@ -213,6 +213,16 @@ def test_huge_gains_and_logits_do_not_overflow_in_float32(gain, logit):
     torch.testing.assert_close(fast(single, window=6, sinks=2)[0].double(), expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_features_that_count_for_nothing_weigh_nothing_at_all(dtype):
+    """A coefficient next to the smallest number would make every product with it slow."""
+    lift = torch.tensor([-torch.inf, -1e4, -30.0, 0.0], dtype=dtype)
+    unit, weight = hybrid_blocks.combine(torch.zeros_like(lift), lift, torch.ones_like(lift))
+    assert torch.equal(unit, torch.zeros_like(lift))
+    assert weight[:2].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(weight[2:], lift[2:].exp())
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 def test_single_and_half_precision(dtype, tolerance):
     inputs = tuple(x.requires_grad_() for x in make(t=90, d=16, dtype=dtype))

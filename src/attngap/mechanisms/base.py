@@ -150,6 +150,10 @@ class Mechanism(nn.Module):
         """The fast form: prefill and training. `chunk` None lets the op choose."""
         raise NotImplementedError
 
+    def advance(self, streams: Streams, state: State) -> tuple[State, Float[Tensor, "b h t dv"]]:
+        """`chunked` from a state that nobody else needs: without gradients it may be overwritten, as in decoding."""
+        return self.chunked(streams, state)
+
     def state_floats(self, t: int) -> int:
         """Floats in the state, for each key head, after t tokens."""
         raise NotImplementedError

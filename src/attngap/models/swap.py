@@ -71,8 +71,12 @@ class MixedHeads(nn.Module):
         cache = cache_of(k)
         causal = self.mechanism.causal
         real = real_tokens(mask, q.shape[2], causal=causal)
-        past = {} if cache is None or cache.state is None else {"state": cache.state, "start": cache.count}
-        state, out = self.mechanism(None, q, k, v, mask=real, **past)
+        if cache is None or cache.state is None:
+            state, out = self.mechanism(None, q, k, v, mask=real)
+        else:
+            state, out = self.mechanism.advance(
+                self.mechanism.read(None, q, k, v, start=cache.count, mask=real), cache.state
+            )
         if cache is not None:
             cache.advance(state, real, q.shape[2])
         if len(self.keep):
@@ -205,7 +209,7 @@ def attach(model: PreTrainedModel) -> None:
         config._attn_implementation_internal = NAME
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and "past_key_values" in inspect.signature(part.forward).parameters:
-            part.register_forward_pre_hook(_give_cache, with_kwargs=True)
+            part.register_forward_pre_hook(GiveCache(part), with_kwargs=True)
 
 
 def mixed_heads(model: nn.Module) -> dict[int, MixedHeads]:
@@ -234,19 +238,25 @@ def _check(layer: int, shapes: dict[int, LayerShape], mechanism: Mechanism, keep
             raise AttngapError(f"No head {head} in layer {layer}: it has heads 0-{shape.heads - 1}")
 
 
-def _give_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
-    names = list(inspect.signature(module.forward).parameters)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    cache = given.get("past_key_values")
-    config: Any = module.config
-    wanted = given.get("use_cache")
-    wanted = getattr(config, "use_cache", False) if wanted is None else wanted
-    if cache is None and wanted and not module.training:
-        cache = DynamicCache(config=config)
-        given["past_key_values"] = cache
-    if cache is not None:
-        install(cache, dict(_cache_groups(module)))
-    return (), given
+class GiveCache:
+    """Before a forward pass: a cache where the model would make one, with mixed layers wherever heads were replaced."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.names = list(inspect.signature(model.forward).parameters)  # looked up once: every token comes by here
+        self.groups = dict(_cache_groups(model))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        config: Any = module.config
+        wanted = given.get("use_cache")
+        wanted = getattr(config, "use_cache", False) if wanted is None else wanted
+        if cache is None and wanted and not module.training:
+            cache = DynamicCache(config=config)
+            given["past_key_values"] = cache
+        if cache is not None:
+            install(cache, self.groups)
+        return (), given
 
 
 def _cache_groups(model: nn.Module) -> Iterator[tuple[int, Tensor]]:

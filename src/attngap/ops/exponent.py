@@ -13,6 +13,8 @@ NORMAL = {
     dtype: (math.log(torch.finfo(dtype).tiny) + 1, math.log(torch.finfo(dtype).max) - 1)
     for dtype in (torch.float32, torch.float64)
 }
+# Above this, products with all but the smallest numbers are normal.
+SMALLEST = {dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 
 def weight_exp_(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops.exponent import NORMAL, weight_exp_
+from attngap.ops.exponent import NORMAL, SMALLEST, weight_exp_
 from attngap.ops.hybrid_layout import Block, Layout, Masks, Track, put_rows, row_scalars, rows
 
 EPS = 1e-6
@@ -39,10 +39,12 @@ def combine(top: Tensor, lift: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 
     m is the larger of the largest near logit and the log of the far mass: neither side overflows and, for positive
     features, the normalizer is at least one. Where there is no far mass the features count for nothing, and their
-    coefficient is only kept finite.
+    coefficient is only kept finite. One so small that its products would leave the normal numbers, where processors are
+    slow, is zero: so are all from a query's `reach` on.
     """
     unit = torch.maximum(top, mass.abs().log_().add_(lift))
-    return unit, (lift - unit).clamp_(*NORMAL[mass.dtype]).exp_()
+    weight = (lift - unit).clamp_(*NORMAL[mass.dtype]).exp_()
+    return unit, weight.mul_(weight > SMALLEST[mass.dtype])
 
 
 @dataclasses.dataclass(frozen=True)

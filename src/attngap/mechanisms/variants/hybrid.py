@@ -102,15 +102,25 @@ class Hybrid(Mechanism):
         return hybrid_weights(streams.q, streams.k, fq, fk, **self._options(streams))
 
     def chunked(
-        self, streams: Streams, state: State | None = None, chunk: int | None = None, *, near: Near | None = None
+        self,
+        streams: Streams,
+        state: State | None = None,
+        chunk: int | None = None,
+        *,
+        near: Near | None = None,
+        inplace: bool = False,
     ) -> tuple[State, Float[Tensor, "b h t dv"]]:
-        """`near`, from `near` of the same q, k and v, spares computing it again where only the far part is trained."""
+        """`near`, from `near` of the same q, k and v, spares computing it again where only the far part is trained.
+
+        With `inplace` the state handed in may be overwritten.
+        """
         fq, fk = _far(streams)
-        options = self._options(streams)
-        out, after = hybrid_attention(
-            streams.q, streams.k, streams.v, fq, fk, state=state, chunk=chunk, near=near, **options
-        )
+        options = {"state": state, "chunk": chunk, "near": near, "inplace": inplace, **self._options(streams)}
+        out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, **options)
         return after, out
+
+    def advance(self, streams, state):
+        return self.chunked(streams, state, inplace=not torch.is_grad_enabled())
 
     def near(
         self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"]
