@@ -73,3 +73,17 @@ def test_threads_are_made_anew_after_a_fork(monkeypatch):
     finally:
         child.kill()
     assert found == [x.tolist() for x in expected]
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gate_beyond_all_numbers_forgets_everything(channels, dtype):
+    """exp of it is 0, not the smallest number: products with that would be slow."""
+    q, k, v = (torch.rand(1, 2, 2, 16, dtype=dtype) for _ in range(3))
+    k[:, :, 1] = 0  # writes nothing
+    gate = torch.tensor([0.0, -1e4], dtype=dtype).expand(1, 2, 2)
+    gate = gate[..., None].repeat(1, 1, 1, 16) if channels else gate
+    _, linear = linear_attention(q, k, v, log_decay=gate, normalize=False)
+    _, delta = delta_attention(q, k, v, torch.ones(1, 2, 2, dtype=dtype), log_decay=gate)
+    assert not linear["S"].any()
+    assert not delta["S"].any()

@@ -159,7 +159,7 @@ def fma(typing_context, x, y, z):
 
 @primitive
 def exp(typing_context, x):
-    """exp of the elements, to the last few bits; arguments beyond the normal numbers are brought back to them.
+    """exp of the elements, to the last few bits; 0 below the normal numbers, and of what is above them the largest.
 
     2^n e^r with n whole and |r| <= log(2) / 2, e^r by its Taylor series and 2^n by its bits. LLVM would call the C
     library for every element.
@@ -191,7 +191,8 @@ def exp(typing_context, x):
         whole = ir.VectorType(ir.IntType(32 if single else 64), vector.count)
         bits = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [bias] * vector.count))
         bits = builder.shl(bits, ir.Constant(whole, [mantissa] * vector.count))
-        return builder.fmul(found, builder.bitcast(bits, vector))
+        found = builder.fmul(found, builder.bitcast(bits, vector))
+        return builder.select(builder.fcmp_ordered("<", arguments[0], number(least)), number(0.0), found)
 
     return x(x), generate
 
