@@ -20,7 +20,7 @@ from attngap.ops.hybrid_layout import Layout
 from attngap.ops.hybrid_state import State, check_hybrid_state, empty_state, roll_up, step, unroll
 from attngap.ops.uncompiled import uncompiled
 
-BLOCK = 64
+BLOCKS = 32, 64  # rows computed at a time: about as many as a window is long, or most of what is computed is masked
 
 
 @uncompiled
@@ -80,7 +80,13 @@ def hybrid_attention(
             state = {name: x.clone() for name, x in state.items()}
         out = step(state, *inputs, window=window, sinks=sinks, scale=temper, relative=relative)
     else:
-        options = {"window": window, "sinks": sinks, "chunk": chunk or BLOCK, "scale": temper, "relative": relative}
+        options = {
+            "window": window,
+            "sinks": sinks,
+            "chunk": chunk or _block(window),
+            "scale": temper,
+            "relative": relative,
+        }
         out, state = _pieces(inputs, state, mask, options | {"near": near})
     check_finite({"out": out}, {"q": q, "k": k, "v": v, "fq": fq, "fk": fk, "log_gain": log_gain})
     return out, state
@@ -119,7 +125,7 @@ def near_attention(
     fq, fk = (x.new_zeros(()).expand(*x.shape[:3], 1) for x in (q, k))
     _check(q, k, v, fq, fk, window, sinks, None, None, None)
     b, h, t, d = q.shape
-    layout = Layout(0, min(sinks, t), 0, t, window, BLOCK)
+    layout = Layout(0, min(sinks, t), 0, t, window, _block(window))
     acc = accumulate_dtype(q.dtype)
     out, stats = q.new_empty(b, h, t, v.shape[3], dtype=acc), [q.new_empty(b, h, t, dtype=acc) for _ in range(3)]
     state = empty_state(k, v, fk, window, sinks)
@@ -128,6 +134,11 @@ def near_attention(
         S, z = state["S"][part].flatten(0, 1), state["z"][part].flatten(0, 1)[..., None]
         forward_rows(piece, S, z, out[part], [x[part] for x in stats])
     return Near(out, stats[0], stats[1].log().add_(stats[0]))
+
+
+def _block(window: int) -> int:
+    least, most = BLOCKS
+    return min(max(window, least), most)
 
 
 def _check_near(near: Near, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) -> None:
