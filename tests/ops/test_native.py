@@ -1,6 +1,7 @@
 """The compiled kernels: when they are used, in threads, after a fork."""
 
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -87,3 +88,23 @@ def test_a_gate_beyond_all_numbers_forgets_everything(channels, dtype):
     _, delta = delta_attention(q, k, v, torch.ones(1, 2, 2, dtype=dtype), log_decay=gate)
     assert not linear["S"].any()
     assert not delta["S"].any()
+
+
+def test_what_was_compiled_before_a_file_changed_is_forgotten(tmp_path):
+    """Kernels are compiled into others from other files."""
+    from attngap.ops.native.vectors import forget_older
+
+    held = tmp_path / "__pycache__"
+    held.mkdir()
+    files = {tmp_path / "called.py": 200, tmp_path / "caller.py": 100}
+    files |= {
+        held / "caller.old.nbi": 150,
+        held / "caller.old.1.nbc": 150,
+        held / "caller.new.nbi": 250,
+        held / "x.pyc": 1,
+    }
+    for path, time in files.items():
+        path.write_bytes(b"")
+        os.utime(path, (time, time))
+    forget_older(tmp_path)
+    assert sorted(path.name for path in held.iterdir()) == ["caller.new.nbi", "x.pyc"]

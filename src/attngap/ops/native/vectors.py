@@ -4,9 +4,11 @@ A compiler that vectorizes loops by itself must first prove that arrays do not o
 These few operations say what is meant; where registers are narrower than 64 bytes LLVM cuts the vectors into several.
 """
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -30,13 +32,26 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def forget_older(folder: Path) -> None:
+    """Delete what was compiled before any of the folder's files changed.
+
+    numba itself looks at the file of the kernel it is asked for, not at those of the kernels that one calls.
+    """
+    changed = max(path.stat().st_mtime for path in folder.glob("*.py"))
+    for path in folder.glob("__pycache__/*.nb[ic]"):
+        with contextlib.suppress(OSError):  # gone already, or not ours to delete
+            if path.stat().st_mtime < changed:
+                path.unlink()
+
+
+forget_older(Path(__file__).parent)
+
+
 def kernel(f: Callable) -> Callable[..., Any]:
     """Compiled on first use, once for each type of its arguments, and kept on disk; runs without Python's lock.
 
     A kernel is compiled into the one that calls it: calls hand on dozens of numbers, and took a third of the time.
-    `contract` lets a product and a sum be one instruction; sums keep their order. What is on disk is renewed when the
-    file of a kernel changes, not when a kernel it calls from another file does: while working on those, set
-    NUMBA_CACHE_DIR to a fresh folder.
+    `contract` lets a product and a sum be one instruction; sums keep their order.
     """
     return numba.njit(**OPTIONS)(inspect.unwrap(f))  # without what checks types under test
 
