@@ -94,7 +94,7 @@ def diagnosis(folder: Path, layers: int = 4, heads: int = 6, name: str = "tiny",
 
 def runs(path: Path) -> Path:
     """Write a database with six finished runs of mqar; its path."""
-    from attngap.store import Runs
+    from attngap.storage.runs import Runs
 
     with Runs(path) as database:
         specs = [

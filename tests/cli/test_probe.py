@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from attngap.cli.app import app
 from attngap.errors import AttngapError
 from attngap.probes.tasks.catalogue import TASKS
-from attngap.store import Runs
+from attngap.storage.runs import Runs
 
 TINY = ("--set", "model.width=8", "--set", "model.heads=1", "--set", "model.layers=1", "--set", "task.items=3")
 LOOP = (

@@ -5,10 +5,10 @@ import torch
 
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.replacement import build
-from attngap.conversion.work import Work
 from attngap.errors import AttngapError
 from attngap.mechanisms.fit import FitOptions
 from attngap.models.swap import layer_shapes
+from attngap.storage.checkpoint import open_checkpoint
 from tests.conversion.small import plan
 from tests.models.tiny import tiny
 
@@ -26,7 +26,8 @@ def fitted(ray=None):
     tokens = torch.arange(1, 41).repeat(4, 2)[:, :64]
     parts = {shape.layer: build(shape, plan(model).replacement, None)[0] for shape in layer_shapes(model)}
     options, quiet = FitOptions(steps=4, check=2), lambda *a, **k: None
-    errors = fit_all(model, parts, tokens, options, Work(None, {}), quiet, ray)
+    with open_checkpoint(None, {}) as checkpoint:
+        errors = fit_all(model, parts, tokens, options, checkpoint, quiet, ray)
     return [errors, *(p.detach() for part in parts.values() for p in part.parameters())]
 
 

@@ -3,13 +3,13 @@ import tiny_models
 import torch
 
 from attngap.conversion import joint as joint_module
-from attngap.conversion import linearize as module
 from attngap.conversion.evaluate import Measures, baselines
 from attngap.conversion.linearize import bare_plan, linearize
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
 from attngap.errors import AttngapError
 from attngap.models.plan import Replacement
 from attngap.models.swap import mixed_heads
+from attngap.storage.checkpoint import Checkpoint
 from tests.conversion.small import TEXT, plan, world
 from tests.models.tiny import DECODERS, tiny
 
@@ -83,17 +83,17 @@ def test_a_killed_run_resumes_to_the_same_result(stop, tmp_path, monkeypatch):
     model, words, made = world()
     monkeypatch.setattr(joint_module, "CHECK", 1)
     expected, receipt = linearize(model, words, made, TEXT, **BRIEFLY)
-    keep = module.Work.keep
+    put = Checkpoint.put
 
     def killed(self, name, tensors):
-        keep(self, name, tensors)
+        put(self, name, tensors)
         if name == {"calibration": "tokens"}.get(stop, stop):
             raise Killed
 
-    monkeypatch.setattr(module.Work, "keep", killed)
+    monkeypatch.setattr(Checkpoint, "put", killed)
     with pytest.raises(Killed):
         linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path / "work")
-    monkeypatch.setattr(module.Work, "keep", keep)
+    monkeypatch.setattr(Checkpoint, "put", put)
     resumed, second = linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path / "work")
     found, wanted = parameters(resumed), parameters(expected)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -102,11 +102,12 @@ def test_a_killed_run_resumes_to_the_same_result(stop, tmp_path, monkeypatch):
     assert not (tmp_path / "work").exists()
 
 
-def test_pieces_of_other_options_are_not_used(tmp_path):
-    work = module.Work(tmp_path, {"seed": 0})
-    work.keep("layer-0", {"x": torch.ones(1)})
-    assert module.Work(tmp_path, {"seed": 0}).piece("layer-0") is not None
-    assert module.Work(tmp_path, {"seed": 1}).piece("layer-0") is None
+def test_a_folder_of_somebody_else_is_not_used_for_pieces(tmp_path):
+    model, words, made = world()
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(AttngapError, match="is not empty and was not made by attngap"):
+        linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_mechanism_of_the_catalogue_alone():

@@ -18,6 +18,7 @@ from attngap.mechanisms.catalogue import mechanism
 from attngap.models.capture import capture
 from attngap.models.plan import Plan
 from attngap.models.swap import swap
+from attngap.storage.checkpoint import PIECES
 
 TEXT = " ".join(f"{i} bottles of beer on the wall, {i} bottles of beer." for i in range(400))
 OPTIONS = {"context": 48, "passages": 2, "ranks": (2, 4), "window": 6, "sinks": 2, "draws": 2}
@@ -131,7 +132,7 @@ def test_a_killed_run_goes_on_where_it_stopped(found, tmp_path, monkeypatch, sta
     assert comparable(resumed) == comparable(found)
     total = {"survey": 6, "examine": 4, "projections": 11}[stage]
     assert len(counted) == total - 1  # the piece finished before the kill was not done again
-    assert not (tmp_path / "work").exists()
+    assert not (tmp_path / PIECES).exists()
 
 
 def test_pieces_of_other_options_are_not_taken(found, tmp_path, monkeypatch):
@@ -241,12 +242,12 @@ def test_folders_in_use_are_refused(tmp_path):
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_result(tmp_path, monkeypatch):
-    from attngap.diagnosis import work
+    from attngap.storage import files
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(work, "save_file", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(AttngapError, match=r"No space left on device.*run the same command again"):
         run(directory=tmp_path, quick=True)
     assert not (tmp_path / "diagnosis.json").exists()

@@ -5,7 +5,7 @@ import scipy.stats
 
 from attngap.probes.export import write_csv
 from attngap.probes.summary import half_width, summarize
-from attngap.store import Record
+from attngap.storage.runs import Record
 
 
 def record(seed, rate, score, validation, *, mechanism="elu", higher=True, best=1.0):

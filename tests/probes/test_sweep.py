@@ -11,7 +11,7 @@ from attngap.errors import AttngapError
 from attngap.probes.runs import check, finished, run_all
 from attngap.probes.spec import make_spec
 from attngap.probes.sweep import load_sweep, read_sweep
-from attngap.store import Runs, spec_key
+from attngap.storage.runs import Runs, spec_key
 
 TINY = {"steps": 3, "batch": 4, "evaluate_every": 1, "validation": 4, "test": 8}
 GRID = {
@@ -97,7 +97,7 @@ import torch
 from pathlib import Path
 from attngap.probes.runs import run_all
 from attngap.probes.sweep import read_sweep
-from attngap.store import Runs
+from attngap.storage.runs import Runs
 torch.set_num_threads(1)
 folder, grid = Path(sys.argv[1]), json.loads(sys.argv[2])
 _, specs = read_sweep({"grid": [grid]})

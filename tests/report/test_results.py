@@ -7,7 +7,7 @@ import pytest
 
 from attngap.errors import AttngapError
 from attngap.report.results import read
-from attngap.store import Runs
+from attngap.storage.runs import Runs
 
 
 def test_results_are_found_in_a_folder_and_one_below(tmp_path):

@@ -152,6 +152,7 @@ class Story:
         from attngap.models.plan import Plan
         from attngap.models.save import record, save
         from attngap.ops.pages import keep_freed
+        from attngap.storage.checkpoint import PIECES
 
         keep_freed()
         model, tokenizer = self.load()
@@ -160,7 +161,7 @@ class Story:
             tokenizer,
             Plan.load(self.folder / "plan.json"),
             measures=Measures(**MEASURES),
-            work=folder / "work",
+            work=folder / PIECES,
             quiet=False,
             **CONVERSION,
         )
@@ -262,6 +263,6 @@ def _make(folder: Path) -> None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Whole or not at all: a half-written file would be taken for a finished step."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(content), encoding="utf-8")
-    draft.replace(path)
+    from attngap.storage.files import write_text
+
+    write_text(path, json.dumps(content))

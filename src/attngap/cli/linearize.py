@@ -59,6 +59,7 @@ def linearize(
     from attngap.models.plan import Plan, Replacement
     from attngap.models.texts import read
     from attngap.ops.pages import keep_freed
+    from attngap.storage.checkpoint import PIECES
 
     keep_freed()
     documents = read(text) if text else None
@@ -84,7 +85,7 @@ def linearize(
         max_ppl_ratio=max_ppl_ratio,
         lora=lora,
         seed=seed,
-        work=output / "work",
+        work=output / PIECES,
         ray=ray,
         quiet=False,
     )
@@ -113,10 +114,12 @@ def _check_choice(plan: Path | None, keep: float | None, max_ppl_ratio: float | 
 
 def check_folder(output: Path, overwrite: bool) -> None:
     """A folder that holds something else is left alone; one with unfinished work is gone on with."""
+    from attngap.storage.checkpoint import PIECES, claimed
+
     if (output / "attngap.json").exists() and not overwrite:
         raise AttngapError(f"'{output}' already holds a converted model. Choose another folder, or pass --overwrite")
-    ours = ("work", "attngap.json")
-    if output.is_dir() and any(output.iterdir()) and not any((output / name).exists() for name in ours):
+    ours = claimed(output / PIECES) or (output / "attngap.json").exists()
+    if output.is_dir() and any(output.iterdir()) and not ours:
         raise AttngapError(f"'{output}' is not empty and not a converted model. Choose another folder")
 
 

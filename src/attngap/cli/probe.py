@@ -164,7 +164,7 @@ def results(
     Examples: attngap probe results --task mqar | attngap probe results --watch | attngap probe results --csv runs.csv
     """
     from attngap.probes.summary import summarize
-    from attngap.store import Runs
+    from attngap.storage.runs import Runs
 
     with Runs(db, readonly=True) as runs:
         if watch:
@@ -195,7 +195,7 @@ def _run_and_show(name: str, specs: list[Any], db: Path, where: dict[str, Any], 
     from attngap.probes.runs import check, run_all
     from attngap.probes.summary import summarize
     from attngap.progress import progress
-    from attngap.store import Runs
+    from attngap.storage.runs import Runs
 
     check(specs)
     failed = []
@@ -228,7 +228,7 @@ def _label(spec: dict[str, Any]) -> str:
 
 
 def _missing(db: Path, specs: list[Any]) -> int:
-    from attngap.store import Runs
+    from attngap.storage.runs import Runs
 
     if not db.exists():
         return len(specs)

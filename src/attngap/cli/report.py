@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from attngap.errors import AttngapError
+from attngap.storage.files import write_atomically
 
 
 def report(
@@ -34,11 +34,5 @@ def report(
 def write_page(path: Path, html: str) -> int:
     """Write whole or not at all; the size in bytes."""
     data = html.encode()
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_bytes(data)
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise AttngapError(f"Cannot write '{path}': {error.strerror}. Choose another place with -o") from None
+    write_atomically(path, lambda draft: draft.write_bytes(data), hint="Choose another place with -o")
     return len(data)

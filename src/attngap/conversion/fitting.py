@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attngap import engine
-from attngap.conversion.work import Work
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions, fit_layer
 from attngap.models.capture import Call, capture
+from attngap.storage.checkpoint import Checkpoint
 
 SIDE_BY_SIDE = 4  # layers fitted at a time, at most: each holds its queries, keys and values
 ON_RAY = 16  # layers sent to a cluster at a time
@@ -32,11 +32,11 @@ def fit_all(
     mechanisms: dict[int, Mechanism],
     tokens: Int[Tensor, "count context"],
     options: FitOptions,
-    work: Work,
+    checkpoint: Checkpoint,
     advance: Callable[..., None],
     ray: str | None = None,
 ) -> Float[Tensor, "layers h"]:
-    """Fit the mechanisms in place; the held-out error of each head. Finished layers are kept in `work`.
+    """Fit the mechanisms in place; the held-out error of each head. Finished layers are kept in the checkpoint.
 
     All passages go through the model as one batch and layers are fitted where they are met: one pass, and the queries,
     keys and values of a few layers in memory. Fits are many small operations, which gain little from more threads than
@@ -45,7 +45,7 @@ def fit_all(
     at_a_time = _at_a_time() if ray is None else ON_RAY
     errors: dict[int, Tensor] = {}
     for layer, mechanism in mechanisms.items():
-        done = work.piece(f"layer-{layer}")
+        done = checkpoint.get(f"layer-{layer}")
         if done is not None:
             errors[layer] = done.pop("error")
             mechanism.load_state_dict(done)
@@ -64,7 +64,7 @@ def fit_all(
         fitted = _fit(mechanisms, waiting, options) if ray is None else _fit_on(ray, mechanisms, waiting, options)
         for layer, error in fitted.items():
             errors[layer] = error
-            work.keep(f"layer-{layer}", mechanisms[layer].state_dict() | {"error": error})
+            checkpoint.put(f"layer-{layer}", mechanisms[layer].state_dict() | {"error": error})
             missing.remove(layer)
             advance()
         waiting.clear()

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from attngap.conversion.work import Work
 from attngap.models.fisher import frozen
 from attngap.models.swap import CHILD
+from attngap.storage.checkpoint import Checkpoint
 
 CHECK = 4  # steps between pieces that a killed run resumes from
 WARM = 4  # steps until the full rate
@@ -111,7 +111,7 @@ def fit_jointly(
     judge: Judge,
     *,
     rate: float,
-    work: Work,
+    checkpoint: Checkpoint,
     advance: Callable[..., None],
 ) -> tuple[float, float]:
     """Train the converted model's own parameters in place, a passage a step; the judge's divergence before and after.
@@ -121,7 +121,7 @@ def fit_jointly(
     trained = trainable(converted)
     optimizer = torch.optim.Adam(trained.values(), lr=rate)
     begun = _copy(trained)
-    resumed = work.piece("joint")
+    resumed = checkpoint.get("joint")
     start, before = (0, together(judge(converted))) if resumed is None else _resume(resumed, trained, optimizer)
     advance(start)
     with frozen(converted, but=trained.values()):
@@ -136,7 +136,7 @@ def fit_jointly(
             optimizer.step()
             advance(note=f"divergence {loss.item():.4f}")
             if (step + 1) % CHECK == 0:
-                work.keep("joint", _pack(step + 1, before, trained, optimizer))
+                checkpoint.put("joint", _pack(step + 1, before, trained, optimizer))
     after = together(judge(converted))
     with torch.no_grad():
         for name, p in trained.items():

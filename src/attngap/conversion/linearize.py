@@ -20,7 +20,6 @@ from attngap.conversion.joint import Judge, fit_jointly, trainable
 from attngap.conversion.quality import perplexity
 from attngap.conversion.receipt import Receipt
 from attngap.conversion.replacement import build, choose_replacement
-from attngap.conversion.work import Work
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions
@@ -32,6 +31,7 @@ from attngap.models.swap import LayerShape, layer_shapes
 from attngap.models.texts import passages
 from attngap.progress import progress
 from attngap.provenance import provenance
+from attngap.storage.checkpoint import Checkpoint, open_checkpoint
 
 JUDGED, REHEARSED = 50, 100  # numbers of the repeated passage that judges, and of the first that joint steps see
 JOINT_RATE = 7e-4  # at three times this the joint pass of a well-fitted model found nothing better than its start
@@ -91,18 +91,16 @@ def linearize(
     }
     threads = torch.get_num_threads() if ray is None else "ray"
     key = options | {"plan": plan.model_dump_json(), "text": text, "threads": threads}
-    run = _Run(
-        model, tokenizer, plan, text, options, {i: m for i, (m, _) in built.items()}, Work(_path(work), key), quiet
-    )
-    kept = run.fit_and_choose(ray)
-    converted = run.join(kept)
-    base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
-    fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
-    final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
-    record = describe(converted, {i: o for i, (_, o) in built.items()}, final, base, lora)
-    mark(converted, record)
-    receipt = run.receipt(converted, kept, measures or Measures())
-    run.work.clear()
+    mechanisms = {layer: m for layer, (m, _) in built.items()}
+    with open_checkpoint(_path(work), key) as checkpoint:
+        run = _Run(model, tokenizer, plan, text, options, mechanisms, checkpoint, quiet)
+        kept = run.fit_and_choose(ray)
+        converted = run.join(kept)
+        base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
+        fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
+        final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
+        mark(converted, describe(converted, {i: o for i, (_, o) in built.items()}, final, base, lora))
+        receipt = run.receipt(converted, kept, measures or Measures())
     return converted, receipt
 
 
@@ -134,11 +132,11 @@ class _Run:
         text: str | list[str] | None,
         options: dict[str, Any],
         mechanisms: dict[int, Mechanism],
-        work: Work,
+        checkpoint: Checkpoint,
         quiet: bool,
     ):
         self.model, self.tokenizer, self.plan, self.text = model, tokenizer, plan, text
-        self.options, self.mechanisms, self.work, self.quiet = options, mechanisms, work, quiet
+        self.options, self.mechanisms, self.checkpoint, self.quiet = options, mechanisms, checkpoint, quiet
         self.labels = model.get_output_embeddings() is not None
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
@@ -158,25 +156,25 @@ class _Run:
         context, seed = self.options["context"], self.options["seed"]
         shares = Shares.of(self.options["tokens"] // context, generative=self.labels)
         with self._stage("calibration text", 1):
-            done = self.work.piece("tokens")
+            done = self.checkpoint.get("tokens")
             if done is not None:
                 return done["tokens"]
             near = self.options["window"]
             found = calibration(self.model, self.tokenizer, self.text, shares, context=context, window=near, seed=seed)
-            self.work.keep("tokens", {"tokens": found})
+            self.checkpoint.put("tokens", {"tokens": found})
             return found
 
     def fit_and_choose(self, ray: str | None) -> Keep:
         o = self.options
         fit = FitOptions(steps=o["steps"], check=max(1, o["steps"] // 4), heldout=self.heldout, seed=o["seed"])
         with self._stage("fitting layers", len(self.mechanisms)) as advance:
-            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.work, advance, ray)
-        done = self.work.piece("keep")
+            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.checkpoint, advance, ray)
+        done = self.checkpoint.get("keep")
         if done is not None:
             return frozenset((layer, head) for layer, head in done["keep"].tolist())
         with self._stage("choosing heads", o["rounds"]) as advance:
             keep = self._choose(advance)
-        self.work.keep("keep", {"keep": torch.tensor(sorted(keep), dtype=torch.long).reshape(-1, 2)})
+        self.checkpoint.put("keep", {"keep": torch.tensor(sorted(keep), dtype=torch.long).reshape(-1, 2)})
         return keep
 
     def _choose(self, advance: Callable[..., None]) -> Keep:
@@ -250,7 +248,7 @@ class _Run:
                 self._rehearsal(),
                 self._judge,
                 rate=JOINT_RATE,
-                work=self.work,
+                checkpoint=self.checkpoint,
                 advance=advance,
             )
         self.joined = {"before": before, "after": after}
@@ -304,7 +302,7 @@ class _Run:
             notes=self.notes,
             provenance=provenance(seed=self.options["seed"], model=facts.name),
         )
-        late = ["this run resumed an earlier one; seconds are its own only"] if self.work.resumed else []
+        late = ["this run resumed an earlier one; seconds are its own only"] if self.checkpoint.resumed else []
         return made.model_copy(update={"notes": [*made.notes, *late, *made.shortcomings()]})
 
 

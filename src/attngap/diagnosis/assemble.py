@@ -187,9 +187,7 @@ def _add(rows: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
 
 
 def _piece(job: Job, name: str) -> dict[str, Tensor]:
-    found = job.work.piece(name)
-    assert found is not None, name
-    return found
+    return job.checkpoint.require(name)
 
 
 def _number(value: Tensor) -> float | None:

@@ -1,9 +1,8 @@
 """Which heads of a model need softmax, why, and how much of the gap no linear attention could close."""
 
 import contextlib
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -11,16 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.diagnosis import assemble
 from attngap.diagnosis.layers import Depth
-from attngap.diagnosis.result import Diagnosis
+from attngap.diagnosis.result import RESULT, Diagnosis
 from attngap.diagnosis.stages import DEPTH, Job, Shape, estimate_damage, look_deep, shape_of, take_statistics
 from attngap.diagnosis.verdicts import judge
 from attngap.diagnosis.verify import verify as measure_damage
-from attngap.diagnosis.work import Work, workplace
 from attngap.errors import AttngapError
 from attngap.models.plan import ModelFacts, Replacement, architecture, fingerprint
 from attngap.models.texts import PERIOD, stress
 from attngap.models.texts import passages as cut
 from attngap.provenance import provenance
+from attngap.storage.checkpoint import PIECES, claimed, open_checkpoint
 
 KEEP = 0.1  # the share of heads that verdicts keep; a plan may keep another
 MORE = (8, 4, 2, 1)  # additional, shorter passages for damage: as many of these as the text has room for
@@ -83,9 +82,9 @@ def diagnose(
     }
     key = options | {"model": facts.fingerprint, "tokens": int(calibration.sum()) + int(repeated.sum())}
     replacement = Replacement(window=window, sinks=sinks)
-    with _folder(directory, key, overwrite) as work:
+    with open_checkpoint(_pieces(directory, overwrite), key) as checkpoint:
         depth = Depth(tuple(ranks), replacement)
-        job = Job(model, shape, calibration, more, repeated, period, rehearsal, depth, draws, seed, work, quiet)
+        job = Job(model, shape, calibration, more, repeated, period, rehearsal, depth, draws, seed, checkpoint, quiet)
         seconds = _stages(job, quick)
         result = _assemble(job, tokenizer, facts, options | {"verify": verify}, seconds)
         if held_out is not None:
@@ -189,14 +188,16 @@ def _held_out(tokenizer, text, context: int, seed: int):
     return cut(tokenizer, text, context=size, count=VERIFY_PASSAGES, seed=seed, split="heldout")
 
 
-@contextlib.contextmanager
-def _folder(directory: str | Path | None, key: dict, overwrite: bool) -> Iterator[Work]:
-    if directory is not None:
-        with workplace(Path(directory), key, overwrite=overwrite) as work:
-            yield work
-        return
-    with tempfile.TemporaryDirectory() as scratch, workplace(Path(scratch), key, overwrite=False) as work:
-        yield work
+def _pieces(directory: str | Path | None, overwrite: bool) -> Path | None:
+    """Where pieces of the run go; a folder that holds anything but a diagnosis of ours is refused."""
+    if directory is None:
+        return None
+    folder, pieces = Path(directory), Path(directory) / PIECES
+    if (folder / RESULT).exists() and not overwrite:
+        raise AttngapError(f"'{folder}' already holds a diagnosis. Choose another folder, or pass --overwrite")
+    if folder.is_dir() and any(folder.iterdir()) and not (claimed(pieces) or (folder / RESULT).exists()):
+        raise AttngapError(f"'{folder}' is not empty and not a diagnosis. Choose another folder")
+    return pieces
 
 
 def _check(model, context, passages, ranks, window, sinks, draws, verify, quick) -> None:

@@ -7,11 +7,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from attngap.diagnosis.work import write_atomically
 from attngap.errors import AttngapError
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
+from attngap.storage.files import write_atomically, write_text
 
 SCHEMA = "attngap.diagnosis/1"
+RESULT = "diagnosis.json"
 Kind = Literal["retrieval", "duplicate", "previous", "sink", "local", "selective", "broad"]
 
 
@@ -187,12 +188,11 @@ class Diagnosis(_Strict):
         _write_table(self, directory)
         if (pictures := self._pictures) is not None:
             write_atomically(directory / "patterns.npz", lambda path: _write_npz(path, pictures))
-        text = self.model_dump_json(by_alias=True, indent=1)
-        write_atomically(directory / "diagnosis.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        write_text(directory / RESULT, self.model_dump_json(by_alias=True, indent=1) + "\n")
 
     @classmethod
     def load(cls, directory: str | Path) -> "Diagnosis":
-        path = Path(directory) / "diagnosis.json"
+        path = Path(directory) / RESULT
         if not path.exists():
             raise AttngapError(f"No diagnosis in '{directory}'. Make one: attngap diagnose MODEL -o {directory}")
         try:

@@ -15,10 +15,10 @@ from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.replacement import barrier, new_replacement, output, relative_error
 from attngap.diagnosis.sequences import Sequence, sequences
 from attngap.diagnosis.survey import survey
-from attngap.diagnosis.work import Work
 from attngap.errors import AttngapError
 from attngap.models.capture import Call, capture
 from attngap.progress import progress
+from attngap.storage.checkpoint import Checkpoint
 
 DEPTH = 1024  # floors, fits and damage look at the first tokens of a passage only; statistics at all of it
 STRESS = "stress"
@@ -54,7 +54,7 @@ class Job:
     depth: Depth
     draws: int
     seed: int
-    work: Work
+    checkpoint: Checkpoint
     quiet: bool
 
     def passages(self) -> list[tuple[str, Tensor]]:
@@ -97,16 +97,16 @@ def take_statistics(job: Job) -> None:
     for name, tokens in job.passages():
         names = [f"rows-{name}-{layer}" for layer in range(job.shape.layers)]
         names += [f"cross-{name}-{layer}" for layer in range(job.shape.cross)]
-        if all(map(job.work.has, names)):
+        if all(map(job.checkpoint.has, names)):
             continue
         with progress(f"statistics, {_title(name)}", len(names), quiet=job.quiet) as advance:
 
             def watch(call: Call, name: str = name, advance: Callable[..., None] = advance) -> None:
                 piece = f"{'cross' if call.cross else 'rows'}-{name}-{call.layer}"
-                if not job.work.has(piece):
+                if not job.checkpoint.has(piece):
                     period = job.period if name == STRESS and not call.cross else None
                     one = with_mixing(next(sequences(call)), call)
-                    job.work.keep(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
+                    job.checkpoint.put(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
                 advance(note=f"layer {call.layer}")
 
             _walk(job.model, tokens[:, :DEPTH] if job.shape.linear else tokens, watch)
@@ -126,16 +126,16 @@ def look_deep(job: Job) -> None:
 
 
 def _deep(job: Job, name: str, layer: int) -> bool:
-    return job.work.has(f"deep-{name}-{layer}")
+    return job.checkpoint.has(f"deep-{name}-{layer}")
 
 
 def _text_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
     if call.cross:
         return
-    if not job.work.has(f"fit-{call.layer}"):
+    if not job.checkpoint.has(f"fit-{call.layer}"):
         advance(0, note=f"layer {call.layer}: fitting")
         candidate = fit(list(sequences(call)), call.output, job.depth.replacement)
-        job.work.keep(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
+        job.checkpoint.put(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
     advance(0, note=f"layer {call.layer}: {'floors' if job.depth.ranks else 'errors'}")
     _examine(job, "0", call, first=1)
     advance(note=f"layer {call.layer}")
@@ -159,30 +159,28 @@ def _examine(job: Job, name: str, call: Call, first: int) -> None:
         errors = [relative_error(output(candidate, one), out) for one, out in zip(batch, exact, strict=True)]
         found["fit"] = torch.stack(errors).mean(0)
         found["monotonicity"] = monotonicity(candidate, batch[0])
-    job.work.keep(f"deep-{name}-{call.layer}", found)
+    job.checkpoint.put(f"deep-{name}-{call.layer}", found)
 
 
 def load_fit(job: Job, layer: int, one: Sequence):
     """The layer's fitted replacement from its piece; None where a layer cannot be replaced."""
     if barrier(one) is not None:
         return None
-    state = job.work.piece(f"fit-{layer}")
-    assert state is not None, layer
     candidate = new_replacement(one, job.depth.replacement)
-    candidate.load_state_dict(state)
+    candidate.load_state_dict(job.checkpoint.require(f"fit-{layer}"))
     return candidate.requires_grad_(False)
 
 
 def estimate_damage(job: Job) -> None:
     """Backward passes on every passage; the ceiling's change is known on the first text passage and on stress."""
     passages = job.damaged()
-    if all(job.work.has(f"damage-{name}") for name, _ in passages):
+    if all(job.checkpoint.has(f"damage-{name}") for name, _ in passages):
         return
     with progress("damage, backward passes", len(passages), quiet=job.quiet) as advance:
         for number, (name, tokens) in enumerate(passages):
-            if not job.work.has(f"damage-{name}"):
+            if not job.checkpoint.has(f"damage-{name}"):
                 advance(0, note=_title(name))
-                job.work.keep(f"damage-{name}", _damage(job, name, tokens, job.seed + number))
+                job.checkpoint.put(f"damage-{name}", _damage(job, name, tokens, job.seed + number))
             advance(note=_title(name))
 
 
@@ -198,7 +196,7 @@ def _changes(job: Job, name: str, call: Call) -> Tensor:
     candidate = load_fit(job, call.layer, one)
     exact = call.output[0]
     change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact
-    piece: dict[str, Any] = job.work.piece(f"deep-{name}-{call.layer}") or {}
+    piece: dict[str, Any] = job.checkpoint.get(f"deep-{name}-{call.layer}") or {}
     ceilings = piece.get("change")
     # Kept for all layers until the backward passes: bfloat16 halves that, and damage needs two digits.
     change = change[None].to(torch.bfloat16)

@@ -63,13 +63,13 @@ def _losses(
     replay = before = None
     found = []
     for head in chosen:
-        piece = job.work.piece(f"verify-{name}-{head.id}")
+        piece = job.checkpoint.get(f"verify-{name}-{head.id}")
         if piece is None:
             if replay is None or before is None:
                 replay = Replay(job.model, tokens)
                 before = predictions(replay.record(lambda: run(job.model, tokens)))
             piece = {"loss": replaced_loss(job, replay, tokens, before, head)}
-            job.work.keep(f"verify-{name}-{head.id}", piece)
+            job.checkpoint.put(f"verify-{name}-{head.id}", piece)
         found.append(float(piece["loss"]))
         advance(note=f"head {head.id}")
     return found

@@ -7,7 +7,7 @@ from typing import Any
 from attngap.errors import AttngapError
 from attngap.report.build import report_page
 from attngap.report.results import read, read_json
-from attngap.store.runs import Runs
+from attngap.storage.runs import Runs
 
 DEPTH = 3  # folders below the given ones that are searched
 SKIPPED = {"node_modules", "site-packages", "__pycache__"}

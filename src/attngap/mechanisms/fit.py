@@ -43,7 +43,7 @@ def fit_layer(
     k: Float[Tensor, "b h_kv t d"],
     v: Float[Tensor, "b h_kv t dv"],
     target: Float[Tensor, "b h t dv"],
-    options: FitOptions = FitOptions(),  # noqa: B008 (frozen)
+    options: FitOptions = FitOptions(),
 ) -> Float[Tensor, " h"]:
     """Train the mechanism in place so that its output is near `target`; the held-out error of each head.
 

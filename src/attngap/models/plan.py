@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 from transformers import PreTrainedModel
 
 from attngap.errors import AttngapError
+from attngap.storage.files import write_text
 
 SCHEMA = "attngap.plan/1"
 
@@ -72,15 +73,7 @@ class Plan(_Strict):
         return [place for place in every if place not in kept]
 
     def save(self, path: str | Path) -> None:
-        text = self.model_dump_json(by_alias=True, indent=1) + "\n"
-        path = Path(path)
-        draft = path.with_name(f".{path.name}.draft")
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise AttngapError(f"Cannot write the plan '{path}': {error}. Choose another place") from error
+        write_text(Path(path), self.model_dump_json(by_alias=True, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

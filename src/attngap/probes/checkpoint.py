@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError
+from attngap.storage.files import write_atomically
 
 
 @dataclasses.dataclass
@@ -32,9 +32,8 @@ def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, 
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
-    part = path.with_suffix(f".{os.getpid()}.part")
-    save_file(tensors, part, metadata={"progress": json.dumps(dataclasses.asdict(progress))})
-    part.replace(path)
+    saved = {"progress": json.dumps(dataclasses.asdict(progress))}
+    write_atomically(path, lambda draft: save_file(tensors, draft, metadata=saved))
 
 
 def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attngap.store import Record
+from attngap.storage.runs import Record
 
 
 def flatten(record: Record) -> dict[str, Any]:

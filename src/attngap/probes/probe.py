@@ -21,7 +21,7 @@ from attngap.probes.tasks.catalogue import task as make_task
 from attngap.probes.train import TrainOptions, train
 from attngap.probes.zero_shot import zero_shot
 from attngap.provenance import provenance
-from attngap.store import Record, Runs, spec_key
+from attngap.storage.runs import Record, Runs, spec_key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from attngap.probes.spec import Spec, build
 from attngap.probes.tasks.base import Task
 from attngap.probes.train import Report, Trained, train
 from attngap.provenance import provenance
-from attngap.store import Record, Runs, spec_key
+from attngap.storage.runs import Record, Runs, spec_key
 
 Watch = Callable[[Spec, int, float, float | None], None]  # spec, step, loss, latest validation score
 

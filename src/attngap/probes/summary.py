@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attngap.store import Record
+from attngap.storage.runs import Record
 
 CONFIDENCE = 0.95
 

@@ -25,7 +25,7 @@ from attngap.errors import AttngapError, unknown
 from attngap.mechanisms.catalogue import catalogue
 from attngap.probes.presets import preset
 from attngap.probes.spec import Spec, make_spec
-from attngap.store import spec_key
+from attngap.storage.runs import spec_key
 
 TOP = ("name", "grid")
 GRID = ("tasks", "mechanisms", "seeds", "learning_rates", "state", "task", "model", "train")

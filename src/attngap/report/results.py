@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attngap.errors import AttngapError
-from attngap.store.runs import Record, Runs
+from attngap.storage.runs import Record, Runs
 
 # What a file says it is ("attngap.diagnosis/1"), the newest version read here, and the verb that writes it.
 KINDS = {

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from attngap.errors import AttngapError
-from attngap.store import Runs, spec_key
+from attngap.storage.runs import Runs, spec_key
 
 RESULT = {"score": 0.5, "seconds": 1.0, "curve": [1, 2]}
 
@@ -127,7 +127,7 @@ def test_not_a_database(tmp_path):
 
 WRITER = """
 import sys
-from attngap.store import Runs
+from attngap.storage.runs import Runs
 path, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with Runs(path) as runs:
     for seed in range(first, first + count):

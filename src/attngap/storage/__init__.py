@@ -1,0 +1,1 @@
+"""Files: whole writes, locks, checkpoints of resumable work, and run records in SQLite."""

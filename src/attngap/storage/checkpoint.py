@@ -1,0 +1,119 @@
+"""Finished pieces of a run on disk, from which a killed run goes on."""
+
+import contextlib
+import hashlib
+import json
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from attngap.errors import AttngapError
+from attngap.storage.files import write_atomically
+from attngap.storage.lock import locked
+
+PIECES = ".attngap-work"  # in a folder of results: a name that a person would not give
+MARKER, LOCK, SUFFIX = "made-by-attngap.txt", "lock", ".piece"
+NOTICE = "Finished pieces of an attngap run. The same command goes on from them and removes them when it is done.\n"
+DIGITS = 4  # bytes of the checksum that a piece begins with
+
+
+class Checkpoint:
+    """Pieces of one run by name, each a few tensors; a piece of another key (model, text, options) never matches."""
+
+    def __init__(self, folder: Path, key: Mapping[str, Any]):
+        self.folder = folder
+        self.key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        self.resumed = False  # has a piece of an earlier run been used
+        self._whole: set[str] = set()  # pieces that were written or read by this run
+
+    def get(self, name: str) -> dict[str, Tensor] | None:
+        """The piece, or None when there is none; a damaged one is dropped, so that it is computed again."""
+        path = self._path(name)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if zlib.crc32(data[DIGITS:]).to_bytes(DIGITS, "little") != data[:DIGITS]:
+            warnings.warn(f"The piece '{path}' is damaged; it is dropped and computed again", stacklevel=2)
+            path.unlink(missing_ok=True)
+            self._whole.discard(name)
+            return None
+        self.resumed |= name not in self._whole
+        self._whole.add(name)
+        return load(data[DIGITS:])
+
+    def require(self, name: str) -> dict[str, Tensor]:
+        """A piece that an earlier stage of this run has left."""
+        found = self.get(name)
+        if found is None:
+            raise AttngapError(f"The piece '{self._path(name)}' is gone. Run the same command again")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether the piece is there and whole."""
+        return name in self._whole or self.get(name) is not None
+
+    def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Leave a piece, whole or not at all."""
+        try:
+            data = save({key: tensor.detach().contiguous() for key, tensor in tensors.items()})
+        except SafetensorError as error:
+            raise AttngapError(f"Cannot keep the piece {name!r}: {error}") from error
+        packed = zlib.crc32(data).to_bytes(DIGITS, "little") + data
+        # Not flushed to the disk itself: a piece that a power failure has cut short is found out and computed again.
+        write_atomically(self._path(name), lambda path: path.write_bytes(packed), lasting=False)
+        self._whole.add(name)
+
+    def clear(self) -> None:
+        """Remove the pieces, and the folder if nothing else is in it."""
+        ours = [*self.folder.glob(f"*{SUFFIX}"), *self.folder.glob(f".*{SUFFIX}.*.draft")]
+        for path in (*ours, self.folder / LOCK, self.folder / MARKER):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody else's files stay
+            self.folder.rmdir()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.{self.key}{SUFFIX}"
+
+
+@contextlib.contextmanager
+def open_checkpoint(folder: Path | None, key: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """Open a folder for the pieces of one run; they go when the run has finished, and stay when it has not.
+
+    Without a folder they are in a temporary one and go in either case.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="attngap-") as scratch:
+            yield Checkpoint(Path(scratch), key)
+        return
+    claim(folder)
+    with locked(folder / LOCK):
+        checkpoint = Checkpoint(folder, key)
+        yield checkpoint
+        checkpoint.clear()
+
+
+def claimed(folder: Path) -> bool:
+    """Whether this is a folder of pieces that we made."""
+    return (folder / MARKER).is_file()
+
+
+def claim(folder: Path) -> None:
+    """Make the folder and mark it as ours; one that holds anything else is refused."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not claimed(folder):
+            raise AttngapError(
+                f"'{folder}' is not empty and was not made by attngap, so pieces of a run cannot go there. "
+                "Choose another folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).write_text(NOTICE, encoding="utf-8")
+    except OSError as error:
+        raise AttngapError(f"Cannot write to '{folder}': {error}. Choose another folder") from error
