@@ -76,16 +76,16 @@ def test_phase_writes_files_and_json(tmp_path):
 
 
 def test_check_prints_a_line_each_and_fails_on_any_failure(monkeypatch):
-    good = statements.Statement(2, "two and two make four", lambda: "counted")
-    bad = statements.Statement(6, "an example shows it", lambda: statements.require(False, "it does not"), True)
+    good = statements.Statement("2.1", "two and two make four", lambda: "counted")
+    bad = statements.Statement("6.1", "an example shows it", lambda: statements.require(False, "it does not"))
     monkeypatch.setattr(statements, "statements", lambda: (good,))
-    assert run("check") == "ok   [2] two and two make four: counted\n1 of 1 hold\n"
+    assert run("check") == "ok   2.1  two and two make four: counted\n1 of 1 hold\n"
     monkeypatch.setattr(statements, "statements", lambda: (good, bad))
     shown = run("check", code=1)
-    assert "FAIL [6] counterexample: an example shows it: RefutedError: it does not" in shown
+    assert "FAIL 6.1  counterexample: an example shows it: RefutedError: it does not" in shown
     found = json.loads(run("check", "--json", code=1))
     assert found["failed"] == 1
-    assert [s["holds"] for s in found["statements"]] == [True, False]
+    assert [(s["number"], s["holds"]) for s in found["statements"]] == [("2.1", True), ("6.1", False)]
 
 
 def test_capacity_shows_where_the_law_holds():

@@ -8,8 +8,8 @@ import torch
 from attngap.errors import AttngapError
 from attngap.theory import blocks
 from attngap.theory.certificates import ceiling, crosstalk, floor, retrieval, selection
+from attngap.theory.checks.rank import largest_rank
 from attngap.theory.recurrences import RECURRENCES, causal_softmax
-from attngap.theory.shown_rank import largest_rank
 
 
 def random_head(n, spread=3.0, seed=0):

@@ -4,9 +4,9 @@ import sys
 import pytest
 
 from attngap.errors import AttngapError
+from attngap.theory.checks.separation import random_law
 from attngap.theory.enclosure import enclose
 from attngap.theory.separation import law
-from attngap.theory.shown_separation import random_law
 
 pytest.importorskip("flint", reason="enclosures need python-flint")
 

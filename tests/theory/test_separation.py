@@ -6,11 +6,11 @@ from fractions import Fraction
 import pytest
 
 from attngap.errors import AttngapError
+from attngap.theory.checks.separation import random_law
 from attngap.theory.critical import critical_needle, least_dimension
 from attngap.theory.enclosure import enclose
 from attngap.theory.montecarlo import enumerate_signs, estimate
 from attngap.theory.separation import law
-from attngap.theory.shown_separation import random_law
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 STANDARD = {"n": 2**20, "d": 514, "a0": 0.05, "a1": 0.7, "b": 0.5, "m": 40}

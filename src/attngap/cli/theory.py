@@ -145,9 +145,9 @@ def phase(
 
 @theory.command()
 def check(as_json: Json = False) -> None:
-    """Run every statement of the theory: true ones by brute force, false ones against a counterexample.
+    """Run every statement of docs/theory.md: true ones by brute force, false ones against a counterexample.
 
-    One line each; exit code 1 if any fails. Example: attngap theory check
+    One line each, with its number there; exit code 1 if any fails. Example: attngap theory check
     """
     from attngap.theory.statements import run
 
@@ -160,7 +160,7 @@ def check(as_json: Json = False) -> None:
     if as_json:
         records = [
             {
-                "section": o.statement.section,
+                "number": o.statement.number,
                 "claim": o.statement.claim,
                 "counterexample": o.statement.counterexample,
                 "holds": o.holds,

@@ -70,7 +70,7 @@ def show_outcome(outcome: "Outcome") -> None:
     console, _ = _table()
     mark = "ok  " if outcome.holds else "FAIL"
     kind = "counterexample: " if outcome.statement.counterexample else ""
-    line = f"{mark} [{outcome.statement.section}] {kind}{outcome.statement.claim}: {outcome.evidence}"
+    line = f"{mark} {outcome.statement.number:<4} {kind}{outcome.statement.claim}: {outcome.evidence}"
     console.print(line, markup=False, soft_wrap=True)
 
 

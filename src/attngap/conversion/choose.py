@@ -35,7 +35,7 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
 def damage(
     original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], judge: Judge, *, seed: int = 0
 ) -> dict[Head, float]:
-    """What replacing each head alone would do, by the Fisher score of THEORY 5, as a share of what all come to."""
+    """What replacing each head alone would do (docs/theory.md 5.1), as a share of what all come to."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for tokens in judge.passages[:, None]:

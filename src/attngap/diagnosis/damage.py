@@ -1,4 +1,4 @@
-"""Damage of replacing one head, estimated for every head at once from a few backward passes (THEORY 5)."""
+"""Damage of replacing one head, estimated for every head at once from a few backward passes (docs/theory.md 5.1)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

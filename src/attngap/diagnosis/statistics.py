@@ -20,7 +20,7 @@ class Rows:
     top: Tensor  # the largest weight
     sink: Tensor  # mass on the first `sinks` keys
     near: Tensor  # mass on the last `window` keys that are not sinks (bidirectional: within `window` either side)
-    kappa: Tensor  # selection exponent (THEORY 2); NaN below three keys
+    kappa: Tensor  # selection exponent (docs/theory.md 2.1); NaN below three keys
     margin: Tensor  # M: log of the top weight over the mean of the others
     on_sink: Tensor  # 1 where the top key is a sink
     spread: Tensor  # the top logit above the mean logit

@@ -12,7 +12,7 @@ from attngap.errors import AttngapError
 from attngap.theory import blocks
 
 FLOOR_CELLS = (6, 4)
-TOGETHER = 8  # heads a sweep takes at once: enough to hide the cost of a call, few enough to bound memory
+HEADS_AT_ONCE = 8  # heads that one sweep takes: enough to hide the cost of a call, few enough to bound memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def floor(
     causal: bool = True,
     cells: int | Sequence[int] = FLOOR_CELLS,
 ) -> Floor:
-    """Certified lower bound on ||A - W||_F^2 over all W computable with a state of that rank (THEORY 3).
+    """Certified lower bound on ||A - W||_F^2 over all W computable with a state of that rank (docs/theory.md 3.2).
 
     Causal: tails of disjoint blocks A[t:hi, lo:t+1], the best choice among a thinned set of cuts (`cells` per level of
     the recursion; `cells=n` tries every cut, at n^3/6 factorizations). Fewer cuts give a smaller floor, never a wrong
@@ -117,7 +117,7 @@ def ceiling(
     stride: int | None = None,
     matrix: bool = True,
 ) -> Ceiling:
-    """Build a W of that rank and measure it: the best possible error lies between `floor` and this (THEORY 3).
+    """Build a W of that rank and measure it: the best possible lies between `floor` and this (docs/theory.md 3.4).
 
     `stride` tokens lie between truncations; None means rank // 8, at least 1. Stride 1 is the most accurate and costs
     about 8 times more at rank 64. `matrix=False` drops W to save memory.
@@ -134,7 +134,7 @@ def ceiling(
     values = flat.new_zeros(heads, len(ranks), dtype=torch.float64)
     built = flat.new_zeros(heads, len(ranks), n, n, dtype=torch.float64) if matrix else None
     far, whole = values.new_zeros(heads), values.new_zeros(heads)
-    for some in torch.arange(heads).split(TOGETHER):
+    for some in torch.arange(heads).split(HEADS_AT_ONCE):
         full = flat[some].double()
         part = _far(full, window, sinks) if causal else full
         far[some], whole[some] = part.square().sum((-2, -1)), full.square().sum((-2, -1))
@@ -158,7 +158,7 @@ def ceiling(
 
 
 def _far(weights: Tensor, window: int, sinks: int) -> Tensor:
-    """The inclusive triangle that is left when the last `window` and the first `sinks` keys are exact (THEORY 3)."""
+    """The inclusive triangle that an exact `window` and exact `sinks` leave over (docs/theory.md 3.5)."""
     n = weights.shape[-1]
     return weights[:, sinks + window :, sinks : max(sinks, n - window)].tril()
 

@@ -34,7 +34,9 @@ class Retrieval:
 def retrieval(
     weights: Float[Tensor, "*heads n n"], targets: Sequence[int] | Tensor, *, causal: bool = True
 ) -> Retrieval:
-    """Retrieval laws R1 and R2 (THEORY 4) for weights that should read `targets[i]` from row i (-1: row i is no query).
+    """Retrieval laws R1 and R2 for weights that should read `targets[i]` from row i (-1: row i is no query).
+
+    They are docs/theory.md 4.1, 4.2 and 4.3.
 
     At a cut t the queries are the rows i >= t with a target <= t. Averaging the rows of each target gives a
     target-by-target matrix G. For linear attention of rank r it has rank <= r, so its trace T is at most r when rows

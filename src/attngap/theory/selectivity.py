@@ -51,7 +51,7 @@ def selection(
     top: int = 1,
     sinks: int = 0,
 ) -> Selection:
-    """Selection exponent of every row (THEORY 2): w_S = 1 / (1 + ((n-k)/k) e^(-M)), an identity.
+    """Selection exponent of every row (docs/theory.md 2.1): w_S = 1 / (1 + ((n-k)/k) e^(-M)), an identity.
 
     A key with logit -inf, or False in `valid` (broadcast against logits), is not there. Logits may be shifted by any
     constant a row, so log weights do as well; for a positive kernel pass its logarithm. `n_star` extrapolates.

@@ -1,10 +1,11 @@
-"""Every statement of the theory, run: true ones against brute force, tempting false ones against a counterexample."""
+"""Every numbered statement of docs/theory.md, run: true ones against brute force, false ones against an example."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
 Check = Callable[[], str]
+FALSE_SECTION = 6  # the section of docs/theory.md that lists tempting statements with their counterexamples
 
 
 class RefutedError(AssertionError):
@@ -13,12 +14,18 @@ class RefutedError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """`claim` is always true as printed. For a counterexample it says what the example shows."""
+    """`number` is that of docs/theory.md, such as "3.2". `claim` is always true as printed.
 
-    section: int
+    For a counterexample the claim says what the example shows.
+    """
+
+    number: str
     claim: str
     check: Check
-    counterexample: bool = False
+
+    @property
+    def counterexample(self) -> bool:
+        return self.number.startswith(f"{FALSE_SECTION}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +42,14 @@ def require(condition: bool, evidence: str) -> None:
 
 
 def statements() -> tuple[Statement, ...]:
-    """All of them, in the order of the theory."""
-    from attngap.theory.shown_counterexamples import COUNTEREXAMPLES
-    from attngap.theory.shown_rank import RANK
-    from attngap.theory.shown_separation import SEPARATION
+    """All of them, in the order of docs/theory.md."""
+    from attngap.theory.checks.counterexamples import COUNTEREXAMPLES
+    from attngap.theory.checks.damage import DAMAGE
+    from attngap.theory.checks.rank import RANK
+    from attngap.theory.checks.selection import SELECTION
+    from attngap.theory.checks.separation import SEPARATION
 
-    return SEPARATION + RANK + COUNTEREXAMPLES
+    return SEPARATION + SELECTION + RANK + DAMAGE + COUNTEREXAMPLES
 
 
 def run(chosen: tuple[Statement, ...] | None = None) -> Iterator[Outcome]:

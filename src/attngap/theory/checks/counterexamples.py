@@ -86,10 +86,10 @@ def head_without_effect() -> str:
 
 
 COUNTEREXAMPLES = (
-    Statement(6, "a full-rank causal matrix can need one number of state", running_mean, True),
-    Statement(6, "three features can recall two hundred items by argmax", circle, True),
-    Statement(6, "some linear attention separates D0 from D1", tilted_weight, True),
-    Statement(6, "outputs for fixed V can be matched exactly once r = d_v", outputs_attained, True),
-    Statement(6, "a randomized SVD overstates the tail, so ours uses every eigenvalue", truncated_svd, True),
-    Statement(6, "a head's floor says nothing about a network that does not read it", head_without_effect, True),
+    Statement("6.1", "a full-rank causal matrix can need one number of state", running_mean),
+    Statement("6.2", "three features can recall two hundred items by argmax", circle),
+    Statement("6.3", "some linear attention separates D0 from D1", tilted_weight),
+    Statement("6.4", "outputs for fixed V can be matched exactly once r = d_v", outputs_attained),
+    Statement("6.5", "a randomized SVD overstates the tail, so ours uses every eigenvalue", truncated_svd),
+    Statement("6.6", "a head's floor says nothing about a network that does not read it", head_without_effect),
 )

@@ -80,6 +80,15 @@ def window_and_sinks() -> str:
     return "near keys exact, the rest is the inclusive triangle of A[g+w:, g:n-w]"
 
 
+def bidirectional_is_tight() -> str:
+    target = torch.randn(N, N, generator=torch.Generator().manual_seed(7), dtype=torch.float64).softmax(-1)
+    low, high = (bound(target, 3, causal=False).value.item() for bound in (floor, ceiling))
+    tail = torch.linalg.svdvals(target)[3:].square().sum().item()
+    require(low <= tail * (1 + 1e-9) and abs(high - tail) < 1e-9, f"floor {low}, tail {tail}, ceiling {high}")
+    require(tail - low < 1e-9, f"floor {low} is {tail - low} below the tail")
+    return f"floor {low:.6f} = tail = ceiling {high:.6f}"
+
+
 def first_retrieval_law() -> str:
     generator = torch.Generator().manual_seed(5)
     half = 12
@@ -98,6 +107,24 @@ def first_retrieval_law() -> str:
     rank = int(torch.linalg.matrix_rank(tight[half:, :half]))
     require(reached == rank == 3, f"tight case: T = {reached}, rank {rank}")
     return f"T <= 3 for 20 random positive heads of rank 3 (largest {worst:.2f}); one of rank 3 attains T = 3"
+
+
+def variation_law() -> str:
+    generator = torch.Generator().manual_seed(8)
+    half, rank = 12, 3
+    targets = torch.cat([torch.full((half,), -1), torch.randperm(half, generator=generator)])
+    sharp = torch.full((2 * half, 2 * half), 0.0, dtype=torch.float64)
+    sharp[range(half), range(half)] = 1.0
+    sharp[range(half, 2 * half), targets[half:]] = 1.0
+    bound = retrieval(sharp, targets).variation(rank).item()
+    nearest = math.inf
+    for _ in range(20):
+        made = recurrent_weights(2 * half, rank, generator, positive=True)
+        made = made / made.sum(-1, keepdim=True)
+        distance = 0.5 * (sharp - made)[half:].abs().sum(-1).mean().item()
+        nearest = min(nearest, distance)
+    require(0 < bound <= nearest, f"bound {bound}, a head of rank {rank} comes to {nearest}")
+    return f"perfect recall of {half}: at least {bound:.2f} at rank {rank}; nearest of 20 heads {nearest:.2f}"
 
 
 def second_retrieval_law() -> str:
@@ -128,14 +155,18 @@ def capacity_law() -> str:
 
 
 RANK = (
-    Statement(3, "every block W[t:, :t+1] of a linear attention has rank at most that of its state", state_theorem),
-    Statement(3, "no linear attention comes below the floor", floor_is_a_floor),
-    Statement(3, "the recursion over cuts dominates one cut and halving", recursion_dominates),
-    Statement(3, "the sweep builds a valid matrix whose error is at most the sum of the tails", ceiling_is_valid),
-    Statement(3, "window and sinks leave an inclusive triangle", window_and_sinks),
+    Statement("3.1", "every block W[t:, :t+1] of a linear attention has rank at most that of its state", state_theorem),
+    Statement("3.2", "no linear attention comes below the floor", floor_is_a_floor),
+    Statement("3.3", "the recursion over cuts dominates one cut and halving", recursion_dominates),
+    Statement("3.4", "the sweep builds a valid matrix whose error is at most the sum of the tails", ceiling_is_valid),
+    Statement("3.5", "window and sinks leave an inclusive triangle", window_and_sinks),
+    Statement("3.6", "for bidirectional attention floor and ceiling meet: Eckart-Young", bidirectional_is_tight),
     Statement(
-        4, "R1: positive features of rank r bring a total mean mass of at most r to their targets", first_retrieval_law
+        "4.1",
+        "R1: nonnegative weights of rank r bring a total mean mass of at most r to their targets",
+        first_retrieval_law,
     ),
-    Statement(4, "R2: signed features of rank r have mean crosstalk of at least N/r - 1", second_retrieval_law),
-    Statement(4, "argmax recall is about half right at r d_v / (2 ln V) pairs", capacity_law),
+    Statement("4.2", "R1 bounds the total variation between softmax and any such head", variation_law),
+    Statement("4.3", "R2: signed features of rank r have mean crosstalk of at least N/r - 1", second_retrieval_law),
+    Statement("4.4", "argmax recall is about half right at r d_v / (2 ln V) pairs", capacity_law),
 )
