@@ -6,7 +6,7 @@ import torch
 from attngap import mechanism
 from attngap.errors import AttngapError
 from attngap.mechanisms.fit import FitOptions, _batches, begin, fit_layer
-from attngap.ops.naive import softmax_attention
+from attngap.ops.softmax.definition import softmax_attention
 
 HYBRID = {"feature_map": "prototype", "window": 8, "sinks": 2, "relative": False, "gain": "query"}
 OPTIONS = FitOptions(steps=30, check=10, sharpness=2.0)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError
-from attngap.ops import groups, naive, native
-from attngap.ops.delta import delta_attention
+from attngap.ops import groups, native
+from attngap.ops.delta import definition, delta_attention
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -41,7 +41,7 @@ def fast(inputs, **options):
 
 def slow(inputs, **options):
     *rest, g = inputs
-    return naive.delta_attention(*rest, log_decay=g, **options)
+    return definition.delta_attention(*rest, log_decay=g, **options)
 
 
 def leaves(inputs):

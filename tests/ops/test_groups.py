@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attngap.ops.groups import Folded, Span, spans
+from attngap.ops.groups import ChunkView, Span, spans
 
 
 @given(t=st.integers(1, 300), chunk=st.integers(1, 70), most=st.integers(1, 9), halving=st.booleans())
@@ -17,8 +17,8 @@ def test_groups_cover_the_sequence(t, chunk, most, halving):
         assert all(span.chunk & (span.chunk - 1) == 0 for span in found)
 
 
-def folded(x: torch.Tensor, heads: int, mask: torch.Tensor | None = None) -> Folded:
-    return Folded(x, heads, torch.float32, mask)
+def folded(x: torch.Tensor, heads: int, mask: torch.Tensor | None = None) -> ChunkView:
+    return ChunkView(x, heads, torch.float32, mask)
 
 
 def by_hand(x: torch.Tensor, heads: int, span: Span) -> torch.Tensor:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attngap.errors import AttngapError
-from attngap.ops import hybrid_blocks, naive
-from attngap.ops.hybrid import hybrid_attention, near_attention, window_attention
-from attngap.ops.hybrid_state import empty_state
+from attngap.ops.hybrid import blocks, definition, empty_state, hybrid_attention, near_attention, window_attention
+from attngap.ops.softmax import definition as softmax_definition
 
 NAMES = ("q", "k", "v", "fq", "fk", "log_gain")
 
@@ -36,7 +35,7 @@ def fast(inputs, **options):
 
 def slow(inputs, **options):
     *rest, gain = inputs
-    return naive.hybrid_attention(*rest, log_gain=gain, **options)
+    return definition.hybrid_attention(*rest, log_gain=gain, **options)
 
 
 def cut(inputs, start, stop):
@@ -75,7 +74,7 @@ def test_signed_features_and_a_normalizer_near_zero_follow_the_stated_rule():
     fk = torch.full_like(one, -1 + 1e-9)
     leaves = [x.clone().requires_grad_() for x in (0 * one, one, v, one, fk)]
     out, _ = hybrid_attention(*leaves, window=1, sinks=0)
-    expected = naive.hybrid_attention(*leaves, window=1, sinks=0)
+    expected = definition.hybrid_attention(*leaves, window=1, sinks=0)
     assert out[0, 0, 1, 0].item() == pytest.approx(1e6)
     close(out, expected)
     for ours, theirs in zip(
@@ -190,13 +189,13 @@ def test_gain_forms_and_gradients_through_each():
     per_head = torch.randn(4, dtype=torch.float64, requires_grad=True)
     out, _ = hybrid_attention(*inputs[:5], window=4, log_gain=per_head)
     close(out, hybrid_attention(*inputs[:5], window=4, log_gain=per_head[None, :, None].expand(2, 4, 25))[0])
-    close(out, naive.hybrid_attention(*inputs[:5], window=4, log_gain=per_head))
+    close(out, definition.hybrid_attention(*inputs[:5], window=4, log_gain=per_head))
     zero = torch.zeros(4, dtype=torch.float64)
     assert torch.equal(
         hybrid_attention(*inputs[:5], window=4)[0], hybrid_attention(*inputs[:5], window=4, log_gain=zero)[0]
     )
     (grad,) = torch.autograd.grad(out.square().sum(), per_head)
-    expected = naive.hybrid_attention(*inputs[:5], window=4, log_gain=per_head)
+    expected = definition.hybrid_attention(*inputs[:5], window=4, log_gain=per_head)
     close(grad, torch.autograd.grad(expected.square().sum(), per_head)[0])
 
 
@@ -217,7 +216,7 @@ def test_huge_gains_and_logits_do_not_overflow_in_float32(gain, logit):
 def test_features_that_count_for_nothing_weigh_nothing_at_all(dtype):
     """A coefficient next to the smallest number would make every product with it slow."""
     lift = torch.tensor([-torch.inf, -1e4, -30.0, 0.0], dtype=dtype)
-    unit, weight = hybrid_blocks.combine(torch.zeros_like(lift), lift, torch.ones_like(lift))
+    unit, weight = blocks.combine(torch.zeros_like(lift), lift, torch.ones_like(lift))
     assert torch.equal(unit, torch.zeros_like(lift))
     assert weight[:2].tolist() == [0.0, 0.0]
     torch.testing.assert_close(weight[2:], lift[2:].exp())
@@ -264,7 +263,7 @@ def test_cutting_the_batch_to_fit_in_cache_changes_nothing(monkeypatch):
     inputs = [x.requires_grad_() for x in make(b=5, t=40)]
     out, _ = fast(inputs, window=8)
     grads = torch.autograd.grad(out.sum(), inputs)
-    monkeypatch.setattr(hybrid_blocks, "CACHE", 1)
+    monkeypatch.setattr(blocks, "CACHE", 1)
     cut_out, _ = fast(inputs, window=8)
     close(cut_out, out)
     for x, y in zip(grads, torch.autograd.grad(cut_out.sum(), inputs), strict=True):
@@ -274,7 +273,7 @@ def test_cutting_the_batch_to_fit_in_cache_changes_nothing(monkeypatch):
 def test_window_only_is_softmax_over_sinks_and_window():
     q, k, v = make(t=50)[:3]
     out, state = window_attention(q, k, v, window=7, sinks=3)
-    close(out, naive.softmax_attention(q, k, v, window=7, sinks=3))
+    close(out, softmax_definition.softmax_attention(q, k, v, window=7, sinks=3))
     out, _ = window_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], window=7, sinks=3, state=state)
     assert out.shape == (2, 4, 1, 5)
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attngap.errors import AttngapError
-from attngap.ops import groups, linear_attention, naive
+from attngap.ops import groups
+from attngap.ops.linear import definition, linear_attention
+from attngap.ops.pairs import expand_heads
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -74,7 +76,7 @@ def grads(op, inputs, **options):
     loss = torch.zeros((), dtype=results["out"].dtype)
     for name, x in results.items():
         if name != "out":  # the definition keeps a state for every query head, alike inside a group
-            x = naive.expand_heads(x, results["out"].shape[1])
+            x = expand_heads(x, results["out"].shape[1])
         loss = loss + (x * torch.randn(x.shape, generator=seed, dtype=torch.float64).to(x.dtype)).sum()
     found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
     return results, dict(zip(inputs, found, strict=True))
@@ -84,10 +86,10 @@ def agree(case: Case, tolerance=1e-10, **options):
     inputs, mask = case.inputs(), case.mask()
     options = {"normalize": case.normalize, "mask": mask, **options}
     chunk = options.pop("chunk", 8)
-    expected, expected_grads = grads(naive.linear_attention, inputs, **options)
+    expected, expected_grads = grads(definition.linear_attention, inputs, **options)
     got, got_grads = grads(linear_attention, inputs, chunk=chunk, **options)
     for name, x in got.items():
-        x = x if name == "out" else naive.expand_heads(x, inputs["q"].shape[1])
+        x = x if name == "out" else expand_heads(x, inputs["q"].shape[1])
         torch.testing.assert_close(x, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
     for name, x in got_grads.items():
         torch.testing.assert_close(
@@ -156,7 +158,7 @@ def test_a_state_with_the_heads_of_q_is_taken(kind):
     inputs = Case(kind, group=2).inputs()
     inputs["S"], inputs["z"] = torch.randn(2, 4, 3, 5).double(), torch.rand(2, 4, 3).double()
     got, got_grads = grads(linear_attention, inputs, chunk=8)
-    expected, expected_grads = grads(naive.linear_attention, inputs)
+    expected, expected_grads = grads(definition.linear_attention, inputs)
     for name in got:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-10)
     for name in got_grads:
@@ -169,7 +171,7 @@ def test_decays_of_fifty_a_step_stay_exact(kind, dtype):
     case = Case(kind, t=150, r=4, normalize=False, dtype=torch.float64)
     inputs = case.inputs()
     inputs["log_decay"] = torch.where(torch.rand(inputs["log_decay"].shape) < 0.5, -50.0, -0.01).double()
-    expected, expected_grads = grads(naive.linear_attention, inputs, normalize=False)
+    expected, expected_grads = grads(definition.linear_attention, inputs, normalize=False)
     short = {name: x.to(dtype) for name, x in inputs.items()}
     got, got_grads = grads(linear_attention, short, normalize=False)
     bound = 2e-5 if dtype == torch.float32 else 1e-10
@@ -201,7 +203,7 @@ def test_normalizers_that_vanish_follow_the_stated_rule():
     q = torch.tensor([[0.0, 0.0], [1e-9, 0.0], [-1e-9, 0.0], [1.0, 0.5]]).double()[None, None]
     k, v = torch.rand(1, 1, 4, 2).double(), torch.randn(1, 1, 4, 3).double()
     inputs = {"q": q, "k": k, "v": v}
-    expected, expected_grads = grads(naive.linear_attention, inputs)
+    expected, expected_grads = grads(definition.linear_attention, inputs)
     for chunk in (1, 64):
         got, got_grads = grads(linear_attention, inputs, chunk=chunk)
         torch.testing.assert_close(got["out"], expected["out"], rtol=1e-10, atol=1e-10)
@@ -268,7 +270,7 @@ def test_padding_may_hold_anything():
 def test_layouts_do_not_matter(order, t, lanes, monkeypatch):
     """Heads that lie inside tokens, as models hand them over, and widths that lie outside them."""
     inputs = Case(t=t).inputs()
-    expected, expected_grads = grads(naive.linear_attention, inputs)
+    expected, expected_grads = grads(definition.linear_attention, inputs)
     monkeypatch.setattr(groups, "GROUP", 5 * t * lanes)
     laid_out = {name: x.permute(order).contiguous().permute(order) for name, x in inputs.items()}
     got, got_grads = grads(linear_attention, laid_out, chunk=4)

@@ -94,17 +94,18 @@ def test_what_was_compiled_before_a_file_changed_is_forgotten(tmp_path):
     """Kernels are compiled into others from other files."""
     from attngap.ops.native.vectors import forget_older
 
-    held = tmp_path / "__pycache__"
-    held.mkdir()
-    files = {tmp_path / "called.py": 200, tmp_path / "caller.py": 100}
+    held = tmp_path / "op" / "__pycache__"
+    held.mkdir(parents=True)
+    (tmp_path / "native").mkdir()
+    files = {tmp_path / "native" / "called.py": 200, tmp_path / "op" / "kernels.py": 100, tmp_path / "normalizer.py": 1}
     files |= {
-        held / "caller.old.nbi": 150,
-        held / "caller.old.1.nbc": 150,
-        held / "caller.new.nbi": 250,
+        held / "kernels.old.nbi": 150,
+        held / "kernels.old.1.nbc": 150,
+        held / "kernels.new.nbi": 250,
         held / "x.pyc": 1,
     }
     for path, time in files.items():
         path.write_bytes(b"")
         os.utime(path, (time, time))
     forget_older(tmp_path)
-    assert sorted(path.name for path in held.iterdir()) == ["caller.new.nbi", "x.pyc"]
+    assert sorted(path.name for path in held.iterdir()) == ["kernels.new.nbi", "x.pyc"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError
-from attngap.ops import naive, softmax_attention, softmax_blocks
+from attngap.ops.softmax import blocks, definition, softmax_attention
 
 
 def make(b=2, kv_heads=2, group=1, t=33, d=4, dv=4, dtype=torch.float64):
@@ -28,7 +28,7 @@ def with_grads(op, inputs, **options):
 
 
 def agree(inputs, **options):
-    expected, expected_grads = with_grads(naive.softmax_attention, inputs, **options)
+    expected, expected_grads = with_grads(definition.softmax_attention, inputs, **options)
     got, got_grads = with_grads(softmax_attention, inputs, **options)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     for name, x, y in zip("qkv", got_grads, expected_grads, strict=True):
@@ -38,8 +38,8 @@ def agree(inputs, **options):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Many blocks of rows and tiles of keys even in a short sequence."""
-    monkeypatch.setattr(softmax_blocks, "ROWS", 4)
-    monkeypatch.setattr(softmax_blocks, "TILE", 8)
+    monkeypatch.setattr(blocks, "ROWS", 4)
+    monkeypatch.setattr(blocks, "TILE", 8)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -125,7 +125,7 @@ def test_extreme_logits_are_exact():
     """One key a row takes all: no overflow where exp of the logit would be infinite."""
     q, k, v = make(dv=3)
     out = softmax_attention(q * 1e4, k, v)
-    torch.testing.assert_close(out, naive.softmax_attention(q * 1e4, k, v), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, definition.softmax_attention(q * 1e4, k, v), rtol=1e-10, atol=1e-10)
 
 
 def test_a_second_derivative_is_refused():

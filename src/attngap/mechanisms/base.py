@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attngap.errors import AttngapError
 from attngap.ops.check import accumulate_dtype
-from attngap.ops.naive import expand_heads
+from attngap.ops.pairs import expand_heads
 
 State = dict[str, Tensor]
 

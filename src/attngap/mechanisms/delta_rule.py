@@ -10,8 +10,8 @@ from attngap.mechanisms.gates import Gate, WriteGate
 from attngap.mechanisms.linear_state import decay_factor, decayed_scores
 from attngap.ops.check import accumulate_dtype
 from attngap.ops.delta import delta_attention
-from attngap.ops.naive import expand_heads
-from attngap.ops.rescale import rescale
+from attngap.ops.l2norm import l2_rescale
+from attngap.ops.pairs import expand_heads
 
 
 class DeltaRule(Mechanism):
@@ -46,8 +46,8 @@ class DeltaRule(Mechanism):
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         return Streams(
-            rescale(q, self.dim**-0.5),
-            rescale(k, 1.0),
+            l2_rescale(q, self.dim**-0.5),
+            l2_rescale(k, 1.0),
             v,
             log_decay=None if self.decay is None else self.decay(x),
             beta=self.write(x),

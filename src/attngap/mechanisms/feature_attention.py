@@ -4,9 +4,10 @@ from typing import Any, ClassVar
 
 from attngap.mechanisms.base import Streams
 from attngap.mechanisms.feature_maps import FeatureMap
-from attngap.mechanisms.linear_state import EPS, LinearState
+from attngap.mechanisms.linear_state import LinearState
 from attngap.ops.check import check_finite
-from attngap.ops.naive import expand_heads, safe_normalizer
+from attngap.ops.normalizer import safe_normalizer
+from attngap.ops.pairs import expand_heads
 
 
 class FeatureAttention(LinearState):
@@ -48,6 +49,6 @@ class FeatureAttention(LinearState):
         now = Streams(q, k, v, mask=mask).wide()
         scores = now.q @ expand_heads(now.k, self.heads).mT * self.dim**-0.5
         raw = self.seen(self.feature_map.kernel(scores), mask)  # (b, h, t, t)
-        out = raw @ expand_heads(now.v, self.heads) / safe_normalizer(raw.sum(-1, keepdim=True), EPS)
+        out = raw @ expand_heads(now.v, self.heads) / safe_normalizer(raw.sum(-1, keepdim=True))
         check_finite({"out": out}, {"q": q, "k": k, "v": v})
         return out.to(v.dtype)

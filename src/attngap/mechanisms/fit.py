@@ -12,7 +12,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.feature_maps import Prototype
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.ops.hybrid_blocks import Near
+from attngap.ops.hybrid import Near
 
 CLUSTER_ROUNDS = 5
 CLUSTER_SAMPLE = 4096  # queries of a group that prototypes are looked for in

@@ -7,9 +7,8 @@ from torch import Tensor
 from attngap.mechanisms.base import Mechanism, State, Streams, read_out
 from attngap.ops.check import accumulate_dtype
 from attngap.ops.linear import linear_attention
-from attngap.ops.naive import expand_heads, pair_mask, safe_normalizer
-
-EPS = 1e-6  # the rule for vanishing normalizers, stated in `attngap.ops.naive.linear_attention`
+from attngap.ops.normalizer import safe_normalizer
+from attngap.ops.pairs import expand_heads, pair_mask
 
 
 class LinearState(Mechanism):
@@ -46,7 +45,7 @@ class LinearState(Mechanism):
         out = read_out(now.q, new["S"])
         if self.normalized:
             new["z"] = keep[..., 0] * state["z"] + k[:, :, 0]
-            out = out / safe_normalizer(read_out(now.q, new["z"][..., None]), EPS)
+            out = out / safe_normalizer(read_out(now.q, new["z"][..., None]))
         return new, (out * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
@@ -54,7 +53,7 @@ class LinearState(Mechanism):
         q, k = streams.q, expand_heads(streams.k, self.heads)
         decay = None if streams.log_decay is None else expand_heads(streams.log_decay, self.heads)
         raw = self.seen(decayed_scores(q, k, decay, streams.mask), streams.mask)
-        return raw / safe_normalizer(raw.sum(-1, keepdim=True), EPS) if self.normalized else raw
+        return raw / safe_normalizer(raw.sum(-1, keepdim=True)) if self.normalized else raw
 
     def seen(self, raw: Float[Tensor, "b h t t"], mask: Bool[Tensor, "b t"] | None) -> Float[Tensor, "b h t t"]:
         """Weights with zeros where a row may not read."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from attngap.mechanisms.base import State, Streams, read_out
 from attngap.mechanisms.feature_attention import FeatureAttention
 from attngap.ops.linear import linear_attention
-from attngap.ops.naive import expand_heads, pair_mask
+from attngap.ops.pairs import expand_heads, pair_mask
 
 
 class RowOffset(FeatureAttention):

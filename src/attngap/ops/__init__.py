@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: the performance-critical code. `naive` holds the definitions."""
+"""Tensors in, tensors out: one folder for each op, with its definition, its torch form and its compiled form."""
 
 from attngap.ops.delta import delta_attention
 from attngap.ops.hybrid import hybrid_attention

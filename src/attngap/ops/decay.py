@@ -27,7 +27,7 @@ class NoDecay:
         self.scratch = scratch
         self.lower: dict[int, Tensor] = {}
 
-    def enter(self, log_decay: Tensor | None) -> None:
+    def begin_chunk(self, log_decay: Tensor | None) -> None:
         """Begin a chunk."""
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class ScalarDecay(NoDecay):
 
     pairs: Tensor | None  # (n, c, c), once scores are asked for
 
-    def enter(self, log_decay: Tensor | None) -> None:
+    def begin_chunk(self, log_decay: Tensor | None) -> None:
         assert log_decay is not None
         # In float64: the difference of two large sums must keep the small decays between them.
         self.total, self.dtype = log_decay.to(torch.float64).cumsum(1), log_decay.dtype  # (n, c, 1 or r)
@@ -147,8 +147,8 @@ class VectorDecay(ScalarDecay):
     halving = True
     found: list[tuple[int, Tensor, Tensor]] | None
 
-    def enter(self, log_decay: Tensor | None) -> None:
-        super().enter(log_decay)
+    def begin_chunk(self, log_decay: Tensor | None) -> None:
+        super().begin_chunk(log_decay)
         self.found = None
 
     @property

@@ -40,7 +40,7 @@ def spans(t: int, chunk: int, most: int, *, halving: bool) -> list[Span]:
     return found
 
 
-class Folded:
+class ChunkView:
     """x (b, h, t, w) seen as (n, count, rows, w), n = b heads: (b, outer, repeat, count, group, chunk, w).
 
     With more heads than `heads` (grouped queries) the rows of a group follow each other, so that one product with the

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attngap.errors import AttngapError, unknown
 from attngap.mechanisms.base import Mechanism
-from attngap.ops.short_convolution import short_convolution
+from attngap.ops.convolution import short_convolution
 from attngap.probes.tasks.base import Task
 
 POSITIONS = ("none", "learned", "rotary")

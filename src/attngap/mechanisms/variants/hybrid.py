@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from attngap.errors import AttngapError, unknown
 from attngap.mechanisms.base import Mechanism, State, Streams, read_out
 from attngap.mechanisms.feature_maps import feature_map as make_map
-from attngap.mechanisms.linear_state import EPS
 from attngap.ops.check import check_count
-from attngap.ops.hybrid import hybrid_attention, near_attention
-from attngap.ops.hybrid_blocks import Near
-from attngap.ops.hybrid_state import empty_state
-from attngap.ops.naive import expand_heads, hybrid_weights, safe_normalizer
+from attngap.ops.hybrid import Near, empty_state, hybrid_attention, near_attention
+from attngap.ops.hybrid.definition import hybrid_weights
+from attngap.ops.normalizer import safe_normalizer
+from attngap.ops.pairs import expand_heads
 
 GAINS = ("none", "head", "query")
 
@@ -93,7 +92,7 @@ class Hybrid(Mechanism):
         unit = torch.maximum(top, torch.where(mass == 0, -torch.inf, gain + mass.abs().log())).detach()
         near, far = (logits - unit).exp(), (gain - unit).exp()
         total = near.sum(-1, keepdim=True) + far * mass
-        out = (near @ v + far * read_out(fq, new["S"])) / safe_normalizer(total, EPS)
+        out = (near @ v + far * read_out(fq, new["S"])) / safe_normalizer(total)
         return new, (out * real).to(streams.v.dtype)
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:

@@ -1,9 +1,8 @@
 """Magnitude-aware linear attention."""
 
 from attngap.mechanisms import feature_maps
-from attngap.mechanisms.linear_state import EPS
 from attngap.mechanisms.row_offset import RowOffset
-from attngap.ops.naive import safe_normalizer
+from attngap.ops.normalizer import safe_normalizer
 
 
 class Mala(RowOffset):
@@ -17,4 +16,4 @@ class Mala(RowOffset):
     map = feature_maps.Elu
 
     def coefficients(self, mean, count):
-        return 1 + 1 / safe_normalizer(mean, EPS), -mean / count
+        return 1 + 1 / safe_normalizer(mean), -mean / count

@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attngap.mechanisms.base import Mechanism, State, Streams
-from attngap.ops.naive import expand_heads, softmax_weights
+from attngap.ops.pairs import expand_heads
 from attngap.ops.softmax import softmax_attention
+from attngap.ops.softmax.definition import softmax_weights
 
 
 class Softmax(Mechanism):

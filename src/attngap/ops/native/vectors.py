@@ -33,18 +33,19 @@ OPTIONS: dict[str, Any] = {
 
 
 def forget_older(folder: Path) -> None:
-    """Delete what was compiled before any of the folder's files changed.
+    """Delete what was compiled before any file of kernels in the folder changed.
 
     numba itself looks at the file of the kernel it is asked for, not at those of the kernels that one calls.
     """
-    changed = max(path.stat().st_mtime for path in folder.glob("*.py"))
-    for path in folder.glob("__pycache__/*.nb[ic]"):
+    sources = [*folder.glob("**/kernels.py"), *folder.glob("native/*.py"), folder / "normalizer.py"]
+    changed = max(path.stat().st_mtime for path in sources)
+    for path in folder.glob("**/__pycache__/*.nb[ic]"):
         with contextlib.suppress(OSError):  # gone already, or not ours to delete
             if path.stat().st_mtime < changed:
                 path.unlink()
 
 
-forget_older(Path(__file__).parent)
+forget_older(Path(__file__).parent.parent)
 
 
 def kernel(f: Callable) -> Callable[..., Any]:
@@ -79,15 +80,15 @@ class _Model(models.PrimitiveModel):
 
 
 @primitive
-def load(typing_context, address, like):
-    """The vector at an address, of elements like the number."""
-    vector = Vector(like)
+def load(typing_context, address, kind):
+    """The vector at an address, of elements of the type of `kind`."""
+    vector = Vector(kind)
 
     def generate(context, builder, signature, arguments):
-        place = builder.inttoptr(arguments[0], _ir(like).as_pointer())
-        return builder.load(place, align=like.bitwidth // 8)
+        place = builder.inttoptr(arguments[0], _ir(kind).as_pointer())
+        return builder.load(place, align=kind.bitwidth // 8)
 
-    return vector(types.intp, like), generate
+    return vector(types.intp, kind), generate
 
 
 @primitive
@@ -101,13 +102,13 @@ def store(typing_context, address, vector):
 
 
 @primitive
-def get(typing_context, address, like):
+def get(typing_context, address, kind):
     """The number at an address, of the type of the other one."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load(builder.inttoptr(arguments[0], context.get_data_type(like).as_pointer()))
+        return builder.load(builder.inttoptr(arguments[0], context.get_data_type(kind).as_pointer()))
 
-    return like(types.intp, like), generate
+    return kind(types.intp, kind), generate
 
 
 @primitive
@@ -120,20 +121,20 @@ def put(typing_context, address, number):
 
 
 @primitive
-def like_size(typing_context, like):
+def size_of(typing_context, kind):
     """Bytes of a number, known when the kernel is compiled."""
-    size = like.bitwidth // 8
-    return types.intp(like), lambda context, builder, signature, arguments: context.get_constant(types.intp, size)
+    size = kind.bitwidth // 8
+    return types.intp(kind), lambda context, builder, signature, arguments: context.get_constant(types.intp, size)
 
 
 @primitive
-def number(typing_context, value, like):
+def number(typing_context, value, kind):
     """The value in the type of the other number: an integer or a float64 would widen what it is added to."""
 
     def generate(context, builder, signature, arguments):
-        return context.cast(builder, arguments[0], value, like)
+        return context.cast(builder, arguments[0], value, kind)
 
-    return like(value, like), generate
+    return kind(value, kind), generate
 
 
 @primitive

@@ -12,9 +12,9 @@ from attngap.ops.check import (
     check_log_decay,
     check_state,
 )
-from attngap.ops.delta_chunks import DeltaChunks
-from attngap.ops.linear_chunks import Setting
-from attngap.ops.naive import expand_heads
+from attngap.ops.delta.chunks import DeltaChunks
+from attngap.ops.linear.chunks import Setting
+from attngap.ops.pairs import expand_heads
 from attngap.ops.uncompiled import uncompiled
 
 State = dict[str, Tensor]

@@ -9,8 +9,9 @@ each row is read and written once.
 
 from typing import NamedTuple
 
-from attngap.ops.native.memory import Rows, clear, row
-from attngap.ops.native.vectors import BYTES, exp, fma, kernel, like_size, load, number, over, plus, splat, store, times
+from attngap.ops.native.memory import clear, row
+from attngap.ops.native.tensors import Rows
+from attngap.ops.native.vectors import BYTES, exp, fma, kernel, load, number, over, plus, size_of, splat, store, times
 
 
 class Inputs(NamedTuple):
@@ -24,59 +25,59 @@ class Grads(NamedTuple):
 
 
 @kernel
-def forward(x, out, like, scratch, first, last):
+def forward(x, out, zero, scratch, first, last):
     """Lanes first <= b * vectors < last."""
-    vectors = x.x.width * like_size(like) // BYTES
+    vectors = x.x.width * size_of(zero) // BYTES
     for b in range(first // vectors, -(-last // vectors)):
         start, stop = max(first - b * vectors, 0) * BYTES, min(last - b * vectors, vectors) * BYTES
         for i in range(x.x.length):
             taps, rows, to = row(x.taps, 0, 0, 0), row(x.x, b, 0, i), row(out, b, 0, i)
             for c in range(start, stop, BYTES):
-                a = convolved(taps + c, x.taps.by_row, rows + c, x.x.by_row, min(x.taps.length, i + 1), like)
-                store(to + c, times(a, sigmoid(a, like)))
+                a = convolved(taps + c, x.taps.by_row, rows + c, x.x.by_row, min(x.taps.length, i + 1), zero)
+                store(to + c, times(a, sigmoid(a, zero)))
 
 
 @kernel
-def backward(x, d_out, to, like, scratch, first, last):
-    vectors, n, one = x.x.width * like_size(like) // BYTES, x.taps.length, splat(number(1, like))
+def backward(x, d_out, to, zero, scratch, first, last):
+    vectors, n, one = x.x.width * size_of(zero) // BYTES, x.taps.length, splat(number(1, zero))
     width = vectors * BYTES
     ring, sums = scratch, scratch + n * width
     for b in range(first // vectors, -(-last // vectors)):
         start, stop = max(first - b * vectors, 0) * BYTES, min(last - b * vectors, vectors) * BYTES
-        clear(scratch, 2 * n * width, like)
+        clear(scratch, 2 * n * width, zero)
         at = 0  # of token i in the ring; those after it follow
         for i in range(x.x.length - 1, -1, -1):
             at = at - 1 if at else n - 1
             taps, rows = row(x.taps, 0, 0, 0), row(x.x, b, 0, i)
             above, below = row(d_out, b, 0, i), row(to.x, b, 0, i)
             for c in range(start, stop, BYTES):
-                a = convolved(taps + c, x.taps.by_row, rows + c, x.x.by_row, min(n, i + 1), like)
-                s = sigmoid(a, like)
-                slope = times(s, fma(a, plus(one, times(splat(number(-1, like)), s)), one))
-                da = times(load(above + c, like), slope)
+                a = convolved(taps + c, x.taps.by_row, rows + c, x.x.by_row, min(n, i + 1), zero)
+                s = sigmoid(a, zero)
+                slope = times(s, fma(a, plus(one, times(splat(number(-1, zero)), s)), one))
+                da = times(load(above + c, zero), slope)
                 store(ring + at * width + c, da)
                 for j in range(min(n, i + 1)):
                     sum_at = sums + j * width + c
-                    store(sum_at, fma(da, load(rows - j * x.x.by_row + c, like), load(sum_at, like)))
-                dx, place = splat(like), at
+                    store(sum_at, fma(da, load(rows - j * x.x.by_row + c, zero), load(sum_at, zero)))
+                dx, place = splat(zero), at
                 for j in range(n):
-                    dx = fma(load(taps + j * x.taps.by_row + c, like), load(ring + place * width + c, like), dx)
+                    dx = fma(load(taps + j * x.taps.by_row + c, zero), load(ring + place * width + c, zero), dx)
                     place = place + 1 if place + 1 < n else 0
                 store(below + c, dx)
         for j in range(n):
             for c in range(start, stop, BYTES):
-                store(row(to.taps, b, 0, j) + c, load(sums + j * width + c, like))
+                store(row(to.taps, b, 0, j) + c, load(sums + j * width + c, zero))
 
 
 @kernel
-def convolved(taps, by_tap, rows, by_row, count, like):
-    found = splat(like)
+def convolved(taps, by_tap, rows, by_row, count, zero):
+    found = splat(zero)
     for j in range(count):
-        found = fma(load(taps + j * by_tap, like), load(rows - j * by_row, like), found)
+        found = fma(load(taps + j * by_tap, zero), load(rows - j * by_row, zero), found)
     return found
 
 
 @kernel
-def sigmoid(a, like):
-    one = splat(number(1, like))
-    return over(one, plus(one, exp(times(splat(number(-1, like)), a))))
+def sigmoid(a, zero):
+    one = splat(number(1, zero))
+    return over(one, plus(one, exp(times(splat(number(-1, zero)), a))))

@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngap.ops import pages
-from attngap.ops.groups import Folded, Span
-from attngap.ops.linear_chunks import EPS, Setting, safe
+from attngap.ops.groups import ChunkView, Span
+from attngap.ops.linear.chunks import Setting
+from attngap.ops.normalizer import EPS, safe_normalizer
 
 
 class LinearRows(torch.autograd.Function):
@@ -26,7 +27,7 @@ class LinearRows(torch.autograd.Function):
                 z.add_(key.sum(1)[..., None])
         for block in _blocks(q, setting):
             query = queries.read(block)
-            rows.write(block, query @ S, None if z is None else safe(query @ z).reciprocal_())
+            rows.write(block, query @ S, None if z is None else safe_normalizer(query @ z).reciprocal_())
         ctx.save_for_backward(q, k, v, S, z, mask, out)
         ctx.setting = setting
         by_heads = S.unflatten(0, (-1, setting.heads))
@@ -58,7 +59,7 @@ class LinearRows(torch.autograd.Function):
 
 def _through_normalizer(normalizer: Tensor, above: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """From the gradient of the rows to those of their numerators and of their normalizers."""
-    above = above / safe(normalizer)
+    above = above / safe_normalizer(normalizer)
     weight = -(above * rows).sum(-1, keepdim=True)
     return above, weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
 
@@ -68,5 +69,5 @@ def _blocks(q: Tensor, setting: Setting) -> list[Span]:
     return [Span(start, min(setting.chunk, t - start), 1) for start in range(0, t, setting.chunk)]
 
 
-def _folded(x: Tensor, mask: Tensor | None, setting: Setting) -> Folded:
-    return Folded(x, setting.heads, setting.dtype, mask)
+def _folded(x: Tensor, mask: Tensor | None, setting: Setting) -> ChunkView:
+    return ChunkView(x, setting.heads, setting.dtype, mask)

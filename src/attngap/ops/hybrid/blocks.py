@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngap.ops.exponent import NORMAL, SMALLEST, weight_exp_
-from attngap.ops.hybrid_layout import Block, Layout, Masks, Track, put_rows, row_scalars, rows
+from attngap.ops.hybrid.layout import Block, Layout, Masks, Timeline, put_rows, row_scalars, rows
+from attngap.ops.normalizer import EPS, safe_normalizer
 
-EPS = 1e-6
 CACHE = 2**18  # weights of one block computed at a time: a MiB, so that what works on them stays in cache
 
 
@@ -27,11 +27,6 @@ class Near(NamedTuple):
     out: Tensor  # (b, h, t, dv) softmax over the near keys alone
     top: Tensor  # (b, h, t) largest near logit
     log_mass: Tensor  # (b, h, t) log of the sum of exp of near logits
-
-
-def safe(n: Tensor) -> Tensor:
-    """A normalizer closer to zero than EPS is replaced by EPS with its sign."""
-    return torch.copysign(n.abs().clamp_(min=EPS), n)
 
 
 def combine(top: Tensor, lift: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,9 +55,9 @@ class Piece:
     q: Tensor
     fq: Tensor
     gain: Tensor
-    keys: Track
-    values: Track
-    features: Track
+    keys: Timeline
+    values: Timeline
+    features: Timeline
     near: Near | None
 
     def rows(self, x: Tensor, block: Block) -> Tensor:
@@ -71,14 +66,14 @@ class Piece:
     def scalars(self, x: Tensor, block: Block) -> Tensor:
         return row_scalars(x, block, self.kv_heads)
 
-    def leave(self, block: Block) -> slice:
+    def leaving_columns(self, block: Block) -> slice:
         """The columns of a band, sinks included, that are far for all rows of the next block."""
         return slice(self.layout.sinks, self.layout.sinks + block.leaving)
 
     def logits(self, block: Block, K: Tensor) -> Tensor:
         return torch.baddbmm(self.masks.near(block), self.rows(self.q, block), K.mT, alpha=self.scale)
 
-    def stairs(self, block: Block, Q: Tensor, F: Tensor) -> Tensor:
+    def far_scores(self, block: Block, Q: Tensor, F: Tensor) -> Tensor:
         return torch.bmm(Q, F.mT).mul_(self.masks.far(block))
 
 
@@ -92,19 +87,19 @@ def split(layout: Layout, scale: float, relative: bool, sources, near: Near | No
     for first in range(0, b, size):
         part = slice(first, min(first + size, b))
         cut = [x[part] for x in (past_k, past_v, past_fk, k, v, fk)]
-        tracks = make_tracks(layout, cut[:3], cut[3:])
+        timelines = make_timelines(layout, cut[:3], cut[3:])
         close = None if near is None else Near(*(x[part] for x in near))
         yield (
             part,
             Piece(
-                layout, masks, scale, relative, k.shape[1], gain.dtype, q[part], fq[part], gain[part], *tracks, close
+                layout, masks, scale, relative, k.shape[1], gain.dtype, q[part], fq[part], gain[part], *timelines, close
             ),
         )
 
 
-def make_tracks(layout: Layout, past, new) -> tuple[Track, Track, Track]:
+def make_timelines(layout: Layout, past, new) -> tuple[Timeline, Timeline, Timeline]:
     skips = (layout.old_sinks, layout.old_sinks, 0)  # the features of sinks are never read, so they are not kept
-    keys, values, features = (Track(layout, x, y, skip=skip) for x, y, skip in zip(past, new, skips, strict=True))
+    keys, values, features = (Timeline(layout, x, y, skip=skip) for x, y, skip in zip(past, new, skips, strict=True))
     return keys, values, features
 
 
@@ -117,7 +112,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
         T = F = None
         if block.leaving:
             F = piece.features.read(block.start, block.end, piece.dtype)
-            T = piece.stairs(block, Q, F)
+            T = piece.far_scores(block, Q, F)
             mass += T.sum(-1, keepdim=True)
         lift = piece.scalars(piece.gain, block)
         if piece.near is None:
@@ -127,7 +122,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
             weight_exp_(P.sub_(m)).mul_(piece.masks.visible(block))
             n = P.sum(-1, keepdim=True).addcmul_(mass, c)
             if T is not None:
-                P[..., piece.leave(block)].addcmul_(T, c)
+                P[..., piece.leaving_columns(block)].addcmul_(T, c)
             rows_out = torch.bmm(P, V)
         else:
             top = piece.scalars(piece.near.top, block)
@@ -136,12 +131,12 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
             n = torch.addcmul(share, mass, c)
             rows_out = piece.rows(piece.near.out, block) * share
             if T is not None:
-                rows_out.baddbmm_(T.mul_(c), V[:, piece.leave(block)])
-        put_rows(out, block, rows_out.baddbmm_(Q.mul(c), S).div_(safe(n)))
+                rows_out.baddbmm_(T.mul_(c), V[:, piece.leaving_columns(block)])
+        put_rows(out, block, rows_out.baddbmm_(Q.mul(c), S).div_(safe_normalizer(n)))
         for store, value in zip(stats, (m, n, c), strict=False):
             put_rows(store, block, value)
         if F is not None:
-            S.baddbmm_(F.mT, V[:, piece.leave(block)])
+            S.baddbmm_(F.mT, V[:, piece.leaving_columns(block)])
             z += F.sum(1)[..., None]
 
 
@@ -157,9 +152,9 @@ class Grads:
     dq: Tensor | None
     dfq: Tensor | None
     dgain: Tensor | None
-    keys: Track
-    values: Track
-    features: Track
+    keys: Timeline
+    values: Timeline
+    features: Timeline
 
     @property
     def near_wanted(self) -> bool:
@@ -168,7 +163,7 @@ class Grads:
     def rows(self, piece: Piece, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         """g, D, c: the gradient of a row's weight on token j, in the unit of the row, is g.v_j - D."""
         n = piece.scalars(self.norm, block)
-        g = piece.rows(self.d_out, block) / safe(n)
+        g = piece.rows(self.d_out, block) / safe_normalizer(n)
         D = (g * piece.rows(self.out, block)).sum(-1, keepdim=True)
         return g, D.masked_fill_(n.abs() < EPS, 0.0), piece.scalars(self.coefficient, block)
 
@@ -183,7 +178,7 @@ def backward_band(piece: Piece, grads: Grads, S: Tensor, z: Tensor) -> None:
         F = None
         if block.leaving:
             F = piece.features.read(block.start, block.end, piece.dtype)
-            dT = torch.bmm(g, V[:, piece.leave(block)].mT).sub_(D).mul_(piece.masks.far(block))
+            dT = torch.bmm(g, V[:, piece.leaving_columns(block)].mT).sub_(D).mul_(piece.masks.far(block))
             dQ.baddbmm_(dT, F)
             if grads.features.wanted:
                 grads.features.add(torch.bmm(dT.mul_(c).mT, Q), block.start, block.end)
@@ -194,10 +189,10 @@ def backward_band(piece: Piece, grads: Grads, S: Tensor, z: Tensor) -> None:
             d_lift = (dQ * Q).sum(-1, keepdim=True)
             put_rows(grads.dgain, block, d_lift)
         if grads.near_wanted:
-            T = None if F is None else piece.stairs(block, Q, F).mul_(c)
+            T = None if F is None else piece.far_scores(block, Q, F).mul_(c)
             backward_near(piece, grads, block, V, g, D, T, d_lift)
         if F is not None:
-            S.baddbmm_(F.mT, V[:, piece.leave(block)])
+            S.baddbmm_(F.mT, V[:, piece.leaving_columns(block)])
             z += F.sum(1)[..., None]
 
 
@@ -218,7 +213,7 @@ def backward_near(piece: Piece, grads: Grads, block: Block, V, g, D, T, d_lift) 
             grads.keys.add(torch.bmm(dP.mT, piece.rows(piece.q, block)), block.start, block.stop, sinks=True)
     if grads.values.wanted:
         if T is not None:
-            P[..., piece.leave(block)] += T
+            P[..., piece.leaving_columns(block)] += T
         grads.values.add(torch.bmm(P.mT, g), block.start, block.stop, sinks=True)
 
 
@@ -272,7 +267,7 @@ class HybridBlocks(torch.autograd.Function):
         for part, piece in split(layout, scale, relative, sources, None):
             dq, dk, dv, dfq, dfk, dgain, *past = (None if x is None else x[part] for x in found)
             given = {name: x[part] for name, x in rows_given.items()}
-            keys, values, features = make_tracks(layout, past, (dk, dv, dfk))
+            keys, values, features = make_timelines(layout, past, (dk, dv, dfk))
             grads = Grads(**given, dq=dq, dfq=dfq, dgain=dgain, keys=keys, values=values, features=features)
             backward_band(piece, grads, S[part].flatten(0, 1).clone(), z[part].flatten(0, 1)[..., None].clone())
             backward_state(piece, grads, dS[part].flatten(0, 1), dz[part].flatten(0, 1))

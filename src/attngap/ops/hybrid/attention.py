@@ -15,9 +15,9 @@ from attngap.ops.check import (
     check_width,
     shape,
 )
-from attngap.ops.hybrid_blocks import HybridBlocks, Near, forward_rows, split
-from attngap.ops.hybrid_layout import Layout
-from attngap.ops.hybrid_state import State, check_hybrid_state, empty_state, roll_up, step, unroll
+from attngap.ops.hybrid.blocks import HybridBlocks, Near, forward_rows, split
+from attngap.ops.hybrid.layout import Layout
+from attngap.ops.hybrid.state import State, check_hybrid_state, empty_state, roll_up, step, unroll
 from attngap.ops.uncompiled import uncompiled
 
 BLOCKS = 32, 64  # rows computed at a time: about as many as a window is long, or most of what is computed is masked
@@ -58,7 +58,7 @@ def hybrid_attention(
     three numbers a row beyond inputs and outputs. Under torch.compile the op runs as it is, between compiled parts.
     """
     _check(q, k, v, fq, fk, window, sinks, log_gain, mask, chunk)
-    temper = q.shape[3] ** -0.5 if scale is None else float(scale)
+    softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if state is None:
         state, fresh = empty_state(k, v, fk, window, sinks), True
     else:
@@ -78,13 +78,13 @@ def hybrid_attention(
     if q.shape[2] == 1 and mask is None and near is None and not tracked:
         if not (inplace or fresh):
             state = {name: x.clone() for name, x in state.items()}
-        out = step(state, *inputs, window=window, sinks=sinks, scale=temper, relative=relative)
+        out = step(state, *inputs, window=window, sinks=sinks, scale=softmax_scale, relative=relative)
     else:
         options = {
             "window": window,
             "sinks": sinks,
             "chunk": chunk or _block(window),
-            "scale": temper,
+            "scale": softmax_scale,
             "relative": relative,
         }
         out, state = _pieces(inputs, state, mask, options | {"near": near})

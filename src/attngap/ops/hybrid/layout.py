@@ -75,7 +75,7 @@ class Layout:
         return found
 
 
-class Track:
+class Timeline:
     """Keys, values, features, or the gradients of one of them: `past` from earlier pieces, `new` from this one."""
 
     def __init__(self, layout: Layout, past: Tensor | None, new: Tensor | None, *, skip: int):

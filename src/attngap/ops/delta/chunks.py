@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from attngap.ops import groups, native, pages
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
-from attngap.ops.groups import Folded, Span, spans
-from attngap.ops.linear_chunks import Setting
-from attngap.ops.native import call
+from attngap.ops.delta import compiled
+from attngap.ops.groups import ChunkView, Span, spans
+from attngap.ops.linear.chunks import Setting
 
 
 class DeltaChunks(torch.autograd.Function):
@@ -32,7 +32,7 @@ class DeltaChunks(torch.autograd.Function):
         ctx.setting = setting
         if setting.native and native.usable(q, k, v, beta, log_decay, state=S):
             keep = any(ctx.needs_input_grad) and q.shape[1] == k.shape[1]
-            out, after, u = call.delta_forward(q, k, v, beta, log_decay, S, mask, keep)
+            out, after, u = compiled.forward(q, k, v, beta, log_decay, S, mask, keep)
             ctx.save_for_backward(q, k, v, beta, log_decay, S, mask, u)
             return out, after
         ctx.save_for_backward(q, k, v, beta, log_decay, S, mask, None)
@@ -40,7 +40,7 @@ class DeltaChunks(torch.autograd.Function):
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
         rows, state = run.folded(out), S.flatten(0, 1).clone()
         for span in run.spans:
-            run.enter(span)
+            run.load_group(span)
             seen = run.advance(state)
             queries = run.queries
             top = torch.bmm(
@@ -55,18 +55,18 @@ class DeltaChunks(torch.autograd.Function):
         q, k, v, beta, log_decay, S, mask, u = ctx.saved_tensors
         if u is not None:
             wanted = ctx.needs_input_grad[4]
-            return *call.delta_backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted), None, None
+            return *compiled.backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted), None, None
         run = Run(q, k, v, beta, log_decay, mask, ctx.setting)
         grads = Grads(run, q, k, v, beta, log_decay, d_out)
-        waiting, state = Waiting(run, grads.v), S.flatten(0, 1).clone()
+        saved, state = SavedStates(run, grads.v), S.flatten(0, 1).clone()
         for span in run.spans[:-1]:
-            waiting.put(span, state)
-            run.enter(span)
+            saved.put(span, state)
+            run.load_group(span)
             run.advance(state)
         R = dS.flatten(0, 1).clone()
         for span in reversed(run.spans):
-            run.enter(span)
-            start = state if span is run.spans[-1] else waiting.get(span)
+            run.load_group(span)
+            start = state if span is run.spans[-1] else saved.get(span)
             states = run.scratch("states", span.count + 1, *start.shape)
             states[0].copy_(start)
             run.advance(states[0], states)
@@ -108,18 +108,18 @@ class Run:
         self.inputs = [self.folded(x) for x in (q, k, v, beta)]
         self.log_decay = None if log_decay is None else self.folded(log_decay)
 
-    def folded(self, x: Tensor) -> Folded:
-        return Folded(x, self.setting.heads, self.setting.dtype, self.mask)
+    def folded(self, x: Tensor) -> ChunkView:
+        return ChunkView(x, self.setting.heads, self.setting.dtype, self.mask)
 
     def by_lanes(self, x: Tensor) -> Tensor:
         """From chunk after chunk, as the loop over them needs it, to (n, chunks, ...), a view."""
         return x.unflatten(0, (-1, self.n)).transpose(0, 1)
 
-    def load(self, x: Folded, span: Span, place: Tensor) -> Tensor:
+    def load(self, x: ChunkView, span: Span, place: Tensor) -> Tensor:
         x.read(span, self.by_lanes(place))
         return place
 
-    def enter(self, span: Span) -> None:
+    def load_group(self, span: Span) -> None:
         scratch, (q, k, v, beta) = self.scratch, self.inputs
         m, c, (r, dv) = span.count * self.n, span.chunk, (k.x.shape[3], v.x.shape[3])
         self.queries = q.shape(span)[1]
@@ -129,7 +129,7 @@ class Run:
         self.v, self.beta = self.load(v, span, scratch("v", m, c, dv)), self.load(beta, span, scratch("beta", m, c, 1))
         g = self.log_decay
         g = None if g is None else self.load(g, span, scratch("g", m, c, g.x.shape[3]))
-        self.decay.enter(g)
+        self.decay.begin_chunk(g)
         self.read, self.written = self.decay.read(self.x), self.decay.write(self.k)
         self.keep = self.decay.kept
         self.scores = self.decay.scores(self.x, self.k)
@@ -157,7 +157,7 @@ class Run:
         return seen
 
 
-class Waiting:
+class SavedStates:
     """The states before groups: in the rows of dv where shape and type allow it, else in memory of their own."""
 
     def __init__(self, run: Run, dv: Tensor):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError
-from attngap.ops.short_convolution import short_convolution
+from attngap.ops.convolution import short_convolution
 
 
 def reference(x, taps):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from attngap.errors import AttngapError
 from attngap.ops import native
 from attngap.ops.check import shape
-from attngap.ops.native import call
+from attngap.ops.convolution import compiled
 from attngap.ops.uncompiled import uncompiled
 
 
@@ -40,10 +40,10 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, taps):
         ctx.save_for_backward(x, taps)
-        return call.convolution_forward(x, taps)
+        return compiled.forward(x, taps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         x, taps = ctx.saved_tensors
-        return call.convolution_backward(x, taps, grads[0].contiguous())
+        return compiled.backward(x, taps, grads[0].contiguous())

@@ -17,7 +17,8 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.ops.check import accumulate_dtype, check_device, shape
 from attngap.ops.exponent import weight_exp_
-from attngap.ops.hybrid_blocks import combine, safe
+from attngap.ops.hybrid.blocks import combine
+from attngap.ops.normalizer import safe_normalizer
 
 State = dict[str, Tensor]
 
@@ -110,7 +111,7 @@ def step(
     if bias is not None:
         P = P.view(b, -1, size).mul_(bias == 0).view(P.shape)
     n = P.sum(-1, keepdim=True).addcmul_(mass, c)
-    out = torch.bmm(P, V).baddbmm_(Q * c, S).div_(safe(n))
+    out = torch.bmm(P, V).baddbmm_(Q * c, S).div_(safe_normalizer(n))
     return out.view(b, h, 1, -1).to(q.dtype)
 
 

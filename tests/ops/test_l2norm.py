@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attngap.ops.rescale import rescale
+from attngap.ops.l2norm import l2_rescale
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -18,7 +18,7 @@ def test_rows_and_gradients_are_those_of_normalize(dim, dtype, transposed):
     if transposed:  # as projections leave it: time outside heads
         x, dy = (y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x, dy))
     x.requires_grad_()
-    ours, theirs = rescale(x, 0.25), F.normalize(x, dim=-1) / 4
+    ours, theirs = l2_rescale(x, 0.25), F.normalize(x, dim=-1) / 4
     torch.testing.assert_close(ours, theirs)
     assert ours.stride() == x.stride()
     for a, b in zip(*(torch.autograd.grad(y, x, dy) for y in (ours, theirs)), strict=True):
@@ -27,6 +27,6 @@ def test_rows_and_gradients_are_those_of_normalize(dim, dtype, transposed):
 
 def test_a_row_of_zeros_stays_one():
     x = torch.zeros(1, 1, 2, 4, requires_grad=True)
-    out = rescale(x, 1.0)
+    out = l2_rescale(x, 1.0)
     assert torch.equal(out, torch.zeros_like(x))
     assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngap.ops.exponent import weight_exp_
-from attngap.ops.groups import Folded, Span
+from attngap.ops.groups import ChunkView, Span
 
 ROWS, TILE = 128, 1024
 
@@ -109,8 +109,8 @@ class _Run:
         t = q.shape[2]
         self.blocks = [Span(start, min(ROWS, t - start), 1) for start in range(0, t, ROWS)]
 
-    def folded(self, x: Tensor) -> Folded:
-        return Folded(x, self.k.shape[1], self.dtype, None)
+    def folded(self, x: Tensor) -> ChunkView:
+        return ChunkView(x, self.k.shape[1], self.dtype, None)
 
     def tile(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
         return x[:, :, slice(*tile)].flatten(0, 1).to(self.dtype)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from attngap.errors import AttngapError
 from attngap.ops.check import accumulate_dtype, check_attention, check_count, check_finite
-from attngap.ops.softmax_blocks import Reach, SoftmaxBlocks
+from attngap.ops.softmax.blocks import Reach, SoftmaxBlocks
 from attngap.ops.uncompiled import uncompiled
 
 
@@ -40,8 +40,8 @@ def softmax_attention(
     check_count("sinks", sinks, 0)
     if scale is not None and not math.isfinite(scale):
         raise AttngapError(f"scale must be a finite number, got {scale}")
-    temper = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = {"scale": temper, "causal": causal, "window": window, "sinks": sinks}
+    softmax_scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = {"scale": softmax_scale, "causal": causal, "window": window, "sinks": sinks}
     if mask is None or bool(mask.all()):
         out = _dense(q, k, v, **options)
     else:

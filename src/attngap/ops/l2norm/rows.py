@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngap.ops import native
-from attngap.ops.native import call
+from attngap.ops.l2norm import compiled
 from attngap.ops.uncompiled import uncompiled
 
 
 @uncompiled
-def rescale(x: Float[Tensor, "b h t d"], length: float) -> Float[Tensor, "b h t d"]:
+def l2_rescale(x: Float[Tensor, "b h t d"], length: float) -> Float[Tensor, "b h t d"]:
     """length x / |x|, where |x| is at least 1e-12. The backward cannot be differentiated again."""
     return _Rescale.apply(x, length)
 
@@ -22,7 +22,7 @@ class _Rescale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, length):
         if _fits(x):
-            y, r = call.rescale_forward(x, length)
+            y, r = compiled.forward(x, length)
         else:
             r = length / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
             y = x * r
@@ -35,7 +35,7 @@ class _Rescale(torch.autograd.Function):
     def backward(ctx, *grads):
         y, r = ctx.saved_tensors
         if _fits(y, grads[0]):
-            return call.rescale_backward(y, r, grads[0], ctx.length), None
+            return compiled.backward(y, r, grads[0], ctx.length), None
         along = (y * grads[0]).sum(-1, keepdim=True) * (-1 / ctx.length**2)
         return torch.addcmul(grads[0], y, along).mul_(r), None
 

@@ -19,10 +19,9 @@ from torch.autograd.function import once_differentiable
 from attngap.ops import groups, native, pages
 from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
-from attngap.ops.groups import Folded, Span, spans
-from attngap.ops.native import call
-
-EPS = 1e-6  # the rule for vanishing normalizers, stated in `naive.linear_attention`
+from attngap.ops.groups import ChunkView, Span, spans
+from attngap.ops.linear import compiled
+from attngap.ops.normalizer import EPS, safe_normalizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class LinearChunks(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, S, z, mask, setting: Setting):
         ctx.setting, ctx.native = setting, setting.native and native.usable(q, k, v, log_decay, state=S)
         if ctx.native:
-            out, after_S, after_z = call.linear_forward(q, k, v, log_decay, S, z, mask)
+            out, after_S, after_z = compiled.forward(q, k, v, log_decay, S, z, mask)
             ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
             return out, after_S, after_z
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
@@ -48,11 +47,11 @@ class LinearChunks(torch.autograd.Function):
         for lanes, run in runs(q, k, v, log_decay, mask, setting):
             state, rows = Carried(lanes(S), lanes.maybe(z)), run.folded(lanes(out))
             for span in run.spans:
-                run.enter(span)
+                run.load_group(span)
                 before = state.advance(run, run.written, run.v)
                 scores, place = run.decay.scores(run.q, run.k), run.place("top", rows, span)
                 torch.bmm(run.read, before.S, out=place.value).baddbmm_(scores, run.v)
-                place.finish(None if before.z is None else safe(_normalizer(scores, run.read, before.z)).reciprocal_())
+                place.finish(None if before.z is None else 1 / safe_normalizer(_normalizer(scores, run.read, before.z)))
             state.put(lanes(after_S), lanes.maybe(after_z))
         ctx.save_for_backward(q, k, v, log_decay, S, z, mask, out)
         return out, after_S, after_z
@@ -63,7 +62,7 @@ class LinearChunks(torch.autograd.Function):
         q, k, v, log_decay, S, z, mask, out = ctx.saved_tensors
         if ctx.native:
             wanted = ctx.needs_input_grad[3]
-            return *call.linear_backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted), None, None
+            return *compiled.backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted), None, None
         found = [pages.empty_like(x) for x in (q, k, v)]
         d_decay = pages.empty_like(log_decay) if ctx.needs_input_grad[3] else None
         before_S, before_z = _like(S), None if z is None else _like(z)
@@ -71,14 +70,14 @@ class LinearChunks(torch.autograd.Function):
             grads = Grads(run, [lanes(x) for x in found], lanes.maybe(d_decay), lanes(d_out), lanes(out))
             state = Carried(lanes(S), lanes.maybe(z))
             back = Carried(lanes(dS), None if z is None else lanes(dz))
-            waiting = Waiting(grads.v, run.heads, ctx.setting.dtype)
+            saved = SavedStates(grads.v, run.heads, ctx.setting.dtype)
             for span in run.spans[:-1]:
-                waiting.put(span, state)
-                run.enter_keys(span)
+                saved.put(span, state)
+                run.load_keys(span)
                 state.advance(run, run.written, run.v)
             for span in reversed(run.spans):
-                run.enter(span)
-                grads.group(span, state if span is run.spans[-1] else waiting.get(span), back)
+                run.load_group(span)
+                grads.group(span, state if span is run.spans[-1] else saved.get(span), back)
             back.put(lanes(before_S), lanes.maybe(before_z))
         return *found, d_decay, before_S, before_z, None, None
 
@@ -119,7 +118,7 @@ class Place:
     """Where the rows of a group are computed: in the result, or in a buffer that is copied there."""
 
     value: Tensor  # (m, rows, w)
-    target: Folded
+    target: ChunkView
     span: Span
     direct: bool
 
@@ -149,30 +148,30 @@ class Run:
         self.queries, self.keys, self.values = (self.folded(x) for x in inputs)
         self.log_decay = None if log_decay is None else self.folded(log_decay)
 
-    def folded(self, x: Tensor) -> Folded:
-        return Folded(x, self.heads, self.dtype, self.mask)
+    def folded(self, x: Tensor) -> ChunkView:
+        return ChunkView(x, self.heads, self.dtype, self.mask)
 
-    def load(self, name: str, x: Folded, span: Span) -> Tensor:
+    def load(self, name: str, x: ChunkView, span: Span) -> Tensor:
         """(m, rows, w), in place where it can be."""
         found = x.view(span)
         return x.read(span, self.scratch(name, *x.shape(span))) if found is None else found
 
-    def place(self, name: str, x: Folded, span: Span) -> Place:
+    def place(self, name: str, x: ChunkView, span: Span) -> Place:
         found = x.view(span)
         if found is not None and found.is_contiguous():  # products into strided places are done one by one
             return Place(found, x, span, direct=True)
         return Place(self.scratch(name, *x.shape(span)), x, span, direct=False)
 
-    def enter(self, span: Span) -> None:
-        self.enter_keys(span)
+    def load_group(self, span: Span) -> None:
+        self.load_keys(span)
         self.q = self.load("q", self.queries, span)
         self.read = self.decay.read(self.q)
 
-    def enter_keys(self, span: Span) -> None:
+    def load_keys(self, span: Span) -> None:
         """As much as the state needs."""
         self.span = span
         self.k, self.v = self.load("k", self.keys, span), self.load("v", self.values, span)
-        self.decay.enter(None if self.log_decay is None else self.load("log_decay", self.log_decay, span))
+        self.decay.begin_chunk(None if self.log_decay is None else self.load("log_decay", self.log_decay, span))
         self.written = self.decay.write(self.k)
 
 
@@ -211,10 +210,10 @@ class States:
     z: Tensor | None  # (m, r, 1)
 
 
-class Waiting:
+class SavedStates:
     """The states before groups: S in the rows of dv where shape and type allow it, else in memory of its own."""
 
-    def __init__(self, dv: Folded, heads: int, dtype: torch.dtype):
+    def __init__(self, dv: ChunkView, heads: int, dtype: torch.dtype):
         self.dv = dv.x
         self.alike = self.dv.shape[1] == heads and self.dv.dtype == dtype
         self.held: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -274,7 +273,7 @@ class Grads:
         if before.z is None:
             return above, None
         normalizer = _normalizer(scores, run.read, before.z)
-        above = torch.mul(above, safe(normalizer).reciprocal_(), out=run.scratch("above", *above.shape))
+        above = torch.mul(above, safe_normalizer(normalizer).reciprocal_(), out=run.scratch("above", *above.shape))
         products = torch.mul(above, run.load("rows", self.rows, span), out=run.scratch("products", *above.shape))
         weight = _row_sums(products).neg_()
         return above, weight.masked_fill_(normalizer.abs() < EPS, 0.0)  # a replaced normalizer is a constant
@@ -300,11 +299,6 @@ class Grads:
     def _per_decay(self, x: Tensor) -> Tensor:
         """(m, c, r) summed over the channels that share a decay."""
         return x if self.run.decay.halving else x.sum(-1, keepdim=True)
-
-
-def safe(n: Tensor) -> Tensor:
-    """|n| below EPS becomes EPS with the sign of n; a sum that starts from +0 is never -0, so 0 counts as positive."""
-    return torch.copysign(n.abs().clamp_min_(EPS), n)
 
 
 def _normalizer(scores: Tensor, read: Tensor, z: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from attngap.ops.check import (
     check_log_decay,
     check_state,
 )
-from attngap.ops.linear_chunks import LinearChunks, Setting
-from attngap.ops.linear_rows import LinearRows
-from attngap.ops.naive import expand_heads
+from attngap.ops.linear.chunks import LinearChunks, Setting
+from attngap.ops.linear.rows import LinearRows
+from attngap.ops.pairs import expand_heads
 from attngap.ops.uncompiled import uncompiled
 
 State = dict[str, Tensor]

@@ -1,0 +1,7 @@
+"""Hybrid attention: its definition, its torch form (blocks of rows) and its compiled form."""
+
+from attngap.ops.hybrid.attention import hybrid_attention, near_attention, window_attention
+from attngap.ops.hybrid.blocks import Near
+from attngap.ops.hybrid.state import empty_state
+
+__all__ = ["Near", "empty_state", "hybrid_attention", "near_attention", "window_attention"]

@@ -1,0 +1,65 @@
+"""Tensors as kernels know them, and the numbers that describe a call.
+
+Kernels know addresses only, so every tensor must have a name that outlives the call.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngap.ops import native, pages
+
+
+class Rows(NamedTuple):
+    """A tensor (batch, heads, length, width), its strides in bytes."""
+
+    address: int
+    batch: int
+    heads: int
+    length: int
+    width: int
+    by_batch: int
+    by_head: int
+    by_row: int
+    by_column: int
+
+
+def as_rows(*tensors: Tensor | None) -> list[Any]:
+    """As kernels know them; None stays None."""
+    return [
+        x if x is None else Rows(x.data_ptr(), *x.shape, *(step * x.element_size() for step in x.stride()))
+        for x in tensors
+    ]
+
+
+def mask_rows(q: Tensor, mask: Tensor | None) -> Tensor:
+    """(b, 1, t, 1)."""
+    b, _, t, _ = q.shape
+    return torch.ones((), dtype=torch.bool).expand(b, 1, t, 1) if mask is None else mask[:, None, :, None]
+
+
+def state_scratch(q: Tensor, v: Tensor, pairs: int) -> int:
+    """Bytes of two states, one the other way round, and of pairs of buffers."""
+    r, dv = row_bytes(q), row_bytes(v)
+    return q.shape[-1] * dv + v.shape[-1] * r + 2 * pairs * max(r, dv)
+
+
+def row_bytes(x: Tensor) -> int:
+    """Of a row, filled up to whole panels."""
+    return -(-x.shape[-1] * x.element_size() // native.PANEL) * native.PANEL
+
+
+def lane_count(x: Tensor) -> int:
+    return x.shape[0] * x.shape[1]
+
+
+def update_count(q: Tensor, v: Tensor) -> int:
+    return q.numel() * v.shape[-1]
+
+
+def decay_grad(log_decay: Tensor | None, wanted: bool) -> Tensor | None:
+    """A place for its gradient; one number for all of it if nobody wants it."""
+    if log_decay is None or wanted:
+        return None if log_decay is None else pages.empty_like(log_decay)
+    return log_decay.new_empty(()).expand(log_decay.shape)
