@@ -65,6 +65,25 @@ class Visit:
             }))"""
         )
 
+    def overlaps(self) -> list[str]:
+        """Pairs of words in charts that lie on each other, and words that a chart cuts off."""
+        return self.page.evaluate(
+            """() => [...document.querySelectorAll('.canvas svg')].flatMap((svg) => {
+                const words = [...svg.querySelectorAll('text')].filter((word) => word.textContent.trim() &&
+                    getComputedStyle(word).opacity !== '0' && word.getBoundingClientRect().width);
+                const boxes = words.map((word) => [word.textContent, word.getBoundingClientRect()]);
+                const frame = svg.closest('.canvas').getBoundingClientRect();
+                const name = svg.closest('[id]').id;
+                const cut = boxes.filter(([, box]) => box.left < frame.left - 1 || box.right > frame.right + 1)
+                    .map(([text]) => `${name}: '${text}' is cut off`);
+                const on = boxes.flatMap(([a, x], i) => boxes.slice(i + 1).filter(([, y]) =>
+                    Math.min(x.right, y.right) - Math.max(x.left, y.left) > 2 &&
+                    Math.min(x.bottom, y.bottom) - Math.max(x.top, y.top) > 4)
+                    .map(([b]) => `${name}: '${a}' on '${b}'`));
+                return [...cut, ...on];
+            })"""
+        )
+
     def faults(self) -> list[str]:
         """Serious and critical accessibility faults found by axe-core."""
         import axe_playwright_python

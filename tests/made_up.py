@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 RANKS = [8, 16, 64, 128]
+CONTEXT = 256
 PROVENANCE = {
     "command": "attngap diagnose smollm2 -o diagnosis",
     "time": "2026-01-02T03:04:05+00:00",
@@ -44,7 +45,7 @@ def head(layer: int, place: int, kv_heads: int, heads: int, dice: random.Random)
         "kappa_p90": kappa + 0.2,
         "selecting": dice.random(),
         "on_sink": dice.random(),
-        "n_star": 1 + math.exp(dice.gauss(6, 2)),
+        "n_star": 1 + (CONTEXT - 1) ** kappa,
         "spread": dice.gauss(8, 2),
         "logit_ratio": dice.gauss(5, 1),
         "previous": dice.random() ** 4,
@@ -58,7 +59,9 @@ def head(layer: int, place: int, kv_heads: int, heads: int, dice: random.Random)
         "spectrum": [math.exp(-i / 9) for i in range(64)],
         "fit": dice.random() ** 3,
         "damage": damage,
-        "recall_damage": damage * dice.random(),
+        "recall_damage": (recall := damage * 3 * dice.random()),
+        "recall_unavoidables": [recall * share for share in (1.1, 0.9, 0.46, 0.2)],
+        "stress_floors": [1.3 * floor for floor in floors],
         "unavoidable": unavoidable,
         "lost": damage - unavoidable,
         "importance": damage,
@@ -75,7 +78,7 @@ def diagnosis(folder: Path, layers: int = 4, heads: int = 6, name: str = "tiny",
     content = {
         "schema": "attngap.diagnosis/1",
         "model": {"name": name, **MODEL, "layers": layers, "heads": heads, "kv_heads": heads // 2},
-        "options": {"context": 256, "passages": 2, "ranks": RANKS, "window": 64, "sinks": 4, "seed": 0},
+        "options": {"context": CONTEXT, "passages": 2, "ranks": RANKS, "window": 64, "sinks": 4, "seed": 0},
         "rank": 64,
         "replacement": {"window": 64, "sinks": 4, "feature_map": "hedgehog"},
         "damage_unit": "nats a token",
@@ -152,7 +155,19 @@ def plan(path: Path, layers: int = 4, heads: int = 6, kept: int = 3) -> dict[str
     return content
 
 
-def receipt(folder: Path, kept: int = 3, heads: int = 24) -> dict[str, Any]:
+def by_length(lengths: tuple[int, ...] = (512, 2048, 8192)) -> list[dict[str, Any]]:
+    """Quality of a conversion and its parts that falls off with the length."""
+    gaps = {"original": 0.0, "converted": 0.02, "without features": 0.05, "without window": 0.3}
+    rows = []
+    for length in lengths:
+        for part, gap in gaps.items():
+            worse = gap * (1 + 0.2 * math.log2(length / 512))
+            shares = {"needle": max(0.0, 1 - 3 * worse), "repetition": 0.57 * (1 - worse)}
+            rows.append({"length": length, "part": part, "perplexity_ratio": 1 + worse, "divergence": worse, **shares})
+    return rows
+
+
+def receipt(folder: Path, kept: int = 3, heads: int = 24, **changes: Any) -> dict[str, Any]:
     """Write receipt.json of a conversion that overtakes its original between 1024 and 4096 tokens; the content."""
     worse = 1 + 0.2 * (1 - kept / heads) ** 2
 
@@ -191,6 +206,7 @@ def receipt(folder: Path, kept: int = 3, heads: int = 24) -> dict[str, Any]:
         },
         "notes": ["The joint pass was short."],
         "provenance": PROVENANCE | {"command": "attngap linearize tiny --plan plan.json -o converted"},
+        **changes,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "receipt.json").write_text(json.dumps(content))

@@ -26,8 +26,9 @@ def drawn(chart) -> list[dict]:
 
 
 def charts(rows):
-    points = [{"kept": 0.1, "model": "converted", "value": 1.02}, {"kept": 1.0, "model": "converted", "value": 1.0}]
-    speed = [{"context": n, "model": name, "value": n / 7} for n in (1024, 4096) for name in ("original", "converted")]
+    points = [{"kept": 0.1, "part": "converted", "value": 1.02}, {"kept": 1.0, "part": "converted", "value": 1.0}]
+    speed = [{"context": n, "part": name, "value": n / 7} for n in (1024, 4096) for name in ("original", "converted")]
+    length = [{"length": n, "part": name, "value": n / 7} for n in (512, 4096) for name in ("original", "a new part")]
     score = {"mechanism": "elu", "state_floats": 272, "score": 0.3, "low": 0.2, "high": 0.4, "predicted": 0.5}
     yield from (heads.head_map(rows, color) for color in ("verdict", *(metric.key for metric in heads.METRICS)))
     yield heads.bounds([{"rank": 8, "floor": 0.1, "ceiling": 0.2}, {"rank": 16, "floor": 0.05, "ceiling": 0.1}])
@@ -35,7 +36,9 @@ def charts(rows):
     yield from (heads.damage_split(rows), heads.concentration(rows), heads.selection(rows, 256))
     yield conversion.quality_against_kept(points, "perplexity")
     yield conversion.predicted_damage([{"kept": 3, "kind": "text", "damage": 0.1}], 3)
-    yield conversion.against_context(speed, "tokens a second", 2048.0)
+    yield conversion.against_context(speed, "tokens a second", (1024, 4096))
+    yield conversion.quality_against_length(length, "perplexity", positions=2048)
+    yield conversion.quality_against_length(length[:2], "perplexity")
     yield law.success_curves([{"needle": 0.7, "kernel": "softmax", "success": 1.0}])
     yield probes.score_against_state([score], "accuracy", 0.1, 1.0)
 
@@ -55,38 +58,54 @@ def test_an_unknown_color_names_those_that_exist(rows):
         heads.head_map(rows, "flor")
 
 
-def test_the_split_of_a_bar_adds_up_to_its_damage(rows):
-    parts = drawn(heads.damage_split(rows, most=5))
-    assert len(parts) == 10
-    for head in sorted(rows, key=lambda row: -row["damage"])[:5]:
-        assert sum(part["damage"] for part in parts if part["id"] == head["id"]) == pytest.approx(head["damage"])
+def test_the_split_of_a_bar_adds_up_to_its_damage_on_text_and_on_recall(rows):
+    split = [row | {"recall_unavoidable": row["recall_damage"] * share} for share, row in enumerate(rows)]
+    parts = drawn(heads.damage_split(split, most=5))
+    assert len(parts) == 20
+    for head in sorted(split, key=lambda row: -row["importance"])[:5]:
+        own = {part["part"]: part["damage"] for part in parts if part["id"] == head["id"]}
+        assert own["text, unavoidable"] == pytest.approx(head["unavoidable"])
+        assert own["text, unavoidable"] + own["text, lost by the feature map"] == pytest.approx(head["damage"])
+        least = min(head["recall_damage"], head["recall_unavoidable"])
+        assert own["recall, unavoidable"] == pytest.approx(least)
+        assert own["recall, lost by the feature map"] == pytest.approx(head["recall_damage"] - least)
 
 
 def test_concentration_ends_at_everything(rows):
-    shares = [point["share"] for point in drawn(heads.concentration(rows))]
-    assert shares[0] == 0
-    assert shares[-1] == pytest.approx(1)
-    assert shares[1] == pytest.approx(max(row["damage"] for row in rows) / sum(row["damage"] for row in rows))
+    points = drawn(heads.concentration(rows))
+    for kind, key in (("text", "damage"), ("recall", "recall_damage")):
+        shares = [point["share"] for point in points if point["kind"] == kind]
+        assert shares[0] == 0
+        assert shares[-1] == pytest.approx(1)
+        assert shares[1] == pytest.approx(max(row[key] for row in rows) / sum(row[key] for row in rows))
 
 
-def test_a_line_of_selection_crosses_one_at_n_star(rows):
-    points = drawn(heads.selection(rows, 256))
-    for head in rows:
-        own = [point for point in points if point["id"] == head["id"]]
-        above = [point["n"] for point in own if point["kappa"] >= 1]
-        assert all(n <= head["n_star"] for n in above)
+def test_a_line_of_selection_goes_through_its_point_and_crosses_one_at_n_star(rows):
+    spec = heads.selection(rows, 256).to_dict()
+    lines, points = (json.loads(spec["layer"][place]["data"]["values"]) for place in (0, 3))
+    assert len(points) == sum(row["kappa"] > 0 for row in rows)
+    for head in points:
+        own = [point for point in lines if point["id"] == head["id"]]
+        assert next(point["kappa"] for point in own if point["n"] == 256) == pytest.approx(head["kappa"])
+        assert all(point["n"] <= head["n_star"] for point in own if point["kappa"] >= 1)
         assert all(point["n"] >= head["n_star"] for point in own if point["kappa"] < 1)
+
+
+def test_a_legend_names_only_what_is_drawn(rows):
+    kept = [row | {"verdict": "keep"} for row in rows]
+    assert heads.selection(kept, 256).to_dict()["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["keep"]
+    assert heads.head_map(kept).to_dict()["encoding"]["color"]["scale"]["domain"] == ["keep"]
 
 
 @pytest.mark.parametrize(
     ("second", "expected"),
-    [([10.0, 10.0], 2048.0), ([30.0, 30.0], None), ([1.0, 1.0], None), ([10.0, 5.0], 4096.0)],
+    [([10.0, 10.0, 10.0], (1024, 4096)), ([30.0] * 3, None), ([1.0] * 3, None), ([10.0, 4.0, 5.0], (4096, 8192))],
     ids=["crosses", "leads", "never", "at the last"],
 )
-def test_crossover(second, expected):
-    first = [(1024, 20.0), (4096, 5.0)]
-    found = conversion.crossover(first, list(zip((1024, 4096), second, strict=True)))
-    assert found == (None if expected is None else pytest.approx(expected))
+def test_overtaking_is_told_between_two_measured_contexts(second, expected):
+    contexts = (1024, 4096, 8192)
+    first = list(zip(contexts, (20.0, 5.0, 2.0), strict=True))
+    assert conversion.overtakes(first, list(zip(contexts, second, strict=True))) == expected
 
 
 def test_what_was_not_measured_is_not_drawn(rows):

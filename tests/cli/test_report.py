@@ -26,7 +26,7 @@ def test_one_page_from_any_mix(tmp_path):
     assert len(answer["results"]) == 5
     html = page.read_text()
     assert "Keep softmax on 3 of 24 heads; the other 21 work with a state of fixed size." in html
-    assert "the cache is 88% smaller at 4k tokens" in html
+    assert "the cache is 88% smaller at 4,096 tokens" in html
     for title in ("What it costs", "What it gains", "The choice", "Heads", "Damage", "Selection", "Probes", "Why"):
         assert f">{title}</h2>" in html
 
@@ -34,7 +34,7 @@ def test_one_page_from_any_mix(tmp_path):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda folder: made_up.diagnosis(folder), "The worst 2 heads carry "),
+        (lambda folder: made_up.diagnosis(folder), "On recall the worst 2 of 24 heads carry "),
         (lambda folder: made_up.runs(folder / "runs.sqlite"), "On mqar, softmax goes 99% of the way from chance"),
         (lambda folder: made_up.phase(folder / "phase.json"), "Softmax finds one needle among 4,096 tokens"),
     ],

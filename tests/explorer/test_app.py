@@ -137,11 +137,18 @@ def test_without_a_model_the_sentence_says_how_to_load_one(tmp_path):
 def test_results_and_sweeps_are_listed_and_open(client, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "receipt.json").write_text('{"schema": "attngap.receipt/1", "mod')
+    (tmp_path / "broken" / "other.json").write_text('{"schema": "attngap.plan/1", "provenance": [], "model": 3}')
+    (tmp_path / "broken" / "utf16.json").write_text("{}", encoding="utf-16")
+    (tmp_path / "broken" / "other.db").write_bytes(b"not a database")
+    damaged = bytearray((tmp_path / "runs.sqlite").read_bytes())
+    damaged[4096:] = bytes(len(damaged) - 4096)  # its header stands, its tables do not
+    (tmp_path / "broken" / "runs.sqlite").write_bytes(damaged)
     answer = client.get("/api/results").json()
     kinds = {row["kind"]: row for row in answer["results"]}
-    assert set(kinds) == {"diagnosis", "probe runs", "unreadable"}
-    assert "is cut off or damaged" in kinds["unreadable"]["model"]
-    (sweep,) = answer["sweeps"]
+    assert set(kinds) == {"diagnosis", "plan", "probe runs", "unreadable"}
+    faults = [row["model"] for row in answer["results"] if row["kind"] == "unreadable"]
+    assert ["is cut off or damaged" in faults[0], "Cannot read" in faults[1]] == [True, True]
+    sweep = next(row for row in answer["sweeps"] if row["path"] == str(tmp_path / "runs.sqlite"))
     assert (sweep["sweep"], sweep["done"], sweep["total"]) == ("small", 6, 6)
     page = client.get(f"/report/{kinds['diagnosis']['number']}")
     assert page.status_code == 200

@@ -1,6 +1,8 @@
 """Reading results: what is found, and one clear line for what cannot be read."""
 
 import json
+import os
+import zipfile
 
 import made_up
 import pytest
@@ -47,6 +49,43 @@ def test_a_truncated_file_is_told_from_a_strangers(tmp_path):
     file.write_text(file.read_text()[:5000])
     with pytest.raises(AttngapError, match=r"diagnosis\.json' is cut off or damaged: .*line 1 column"):
         read([tmp_path])
+
+
+def test_a_foreign_file_in_a_folder_is_passed_over_and_named(tmp_path):
+    made_up.diagnosis(tmp_path)
+    (tmp_path / "other.db").write_bytes(b"not a database")
+    (tmp_path / "utf16.json").write_text("{}", encoding="utf-16")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe.json")
+    found = read([tmp_path])
+    assert [result.kind for result in found.results] == ["diagnosis"]
+    assert len(found.skipped) == 3
+    assert "nested too deeply" in found.skipped[0]
+    with pytest.raises(AttngapError, match=r"Cannot read '.*utf16\.json'"):
+        read([tmp_path / "utf16.json"])
+
+
+@pytest.mark.parametrize("change", [{"heads": 3}, {"heads": [1]}, {"options": None}, {"heads": [{"id": "0.0"}]}])
+def test_a_result_of_wrong_types_is_one_line(tmp_path, change):
+    from attngap.report.build import report_page
+
+    content = made_up.diagnosis(tmp_path)
+    (tmp_path / "diagnosis.json").write_text(json.dumps(content | change))
+    with pytest.raises(AttngapError, match=r"A result is not as attngap writes it .*diagnosis\.json'"):
+        report_page(read([tmp_path]))
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused_before_it_does(tmp_path):
+    from attngap.report.patterns import read_patterns
+
+    with (
+        zipfile.ZipFile(tmp_path / "patterns.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("text.npy", "w", force_zip64=True) as member,
+    ):
+        for _ in range(300):
+            member.write(bytes(1_000_000))
+    with pytest.raises(AttngapError, match=r"would unpack to 300 MB; pictures of heads take at most 256"):
+        read_patterns(tmp_path / "diagnosis.json", 24, 256)
 
 
 def test_truncated_patterns(tmp_path):

@@ -4,27 +4,77 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from attngap.charts.frame import BLUE, GRAY, ORANGE, PURPLE, TEAL, Row, altair, rows
+from attngap.charts.frame import BLUE, GRAY, ORANGE, PURPLE, SERIES, TEAL, Row, altair, rows
 
 Point = tuple[int | float, int | float]  # context, value
-MODELS = {"original": GRAY, "converted": BLUE, "sinks + window only": ORANGE, "random heads": PURPLE}
+MODELS = {
+    "original": GRAY,
+    "converted": BLUE,
+    "without features": ORANGE,
+    "sinks + window only": ORANGE,
+    "without window": TEAL,
+    "random heads": PURPLE,
+}
+THOUSANDS = "datum.value % 1024 ? datum.label : datum.value / 1024 + 'k'"
+
+
+def quality_against_length(points: Sequence[Row], title: str, form: str = ".3f", positions: int | None = None):
+    """A line a part of the model over the length it was measured at. Rows: length, part, value.
+
+    One length alone makes no line: its values are drawn side by side. `positions` marks where the model's own end.
+    """
+    alt = altair()
+    lengths = sorted({point["length"] for point in points})
+    order = _named(points)
+    color = _colors(alt, order)
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(format=form, tickCount=5))
+    tips = ["part:N", alt.Tooltip("length:Q", format=",", title="tokens"), alt.Tooltip("value:Q", format=form)]
+    base = alt.Chart(rows(points))
+    if len(lengths) == 1:
+        across = alt.X("value:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(format=form, tickCount=5))
+        names = alt.Y("part:N", sort=order, title=None, axis=alt.Axis(grid=True, labelLimit=0))
+        dots = base.mark_point(filled=True, size=110, opacity=1).encode(x=across, y=names, color=color, tooltip=tips)
+        return dots.properties(width="container", height=34 * len(order))
+    x = alt.X(
+        "length:Q",
+        title="length of the text, tokens",
+        scale=alt.Scale(type="log", base=2, nice=False, padding=14),
+        axis=alt.Axis(values=lengths, labelExpr=THOUSANDS, labelOverlap=True),
+    )
+    lines = base.mark_line(point=alt.OverlayMarkDef(size=60)).encode(x=x, y=y, color=color, tooltip=tips)
+    if positions is None or positions >= lengths[-1]:
+        return lines.properties(width="container", height=280)
+    end = alt.Chart(rows([{"length": positions}])).mark_rule(strokeDash=[5, 4]).encode(x=x)
+    return alt.layer(lines, end).properties(width="container", height=280)
+
+
+def _named(points: Sequence[Row]) -> list[str]:
+    """The parts that are drawn, those we know first and always in the same order."""
+    found = dict.fromkeys(point["part"] for point in points)
+    return [name for name in MODELS if name in found] + [name for name in found if name not in MODELS]
+
+
+def _colors(alt, names: Sequence[str]):
+    """The same color for a part in every picture; parts of other names take what is left."""
+    spare = itertools.cycle(SERIES)
+    scale = alt.Scale(domain=list(names), range=[MODELS.get(name) or next(spare) for name in names])
+    return alt.Color("part:N", scale=scale, title=None, legend=alt.Legend(orient="top", labelLimit=0))
 
 
 def quality_against_kept(points: Sequence[Row], title: str):
-    """A dot a measurement over the share of heads that keep softmax. Rows: kept (a share), model, value."""
+    """Several conversions of one model: a line a part over the share of heads that keep softmax.
+
+    Rows: kept (a share), part, value.
+    """
     alt = altair()
-    names = [name for name in MODELS if any(point["model"] == name for point in points)]
-    colors = alt.Scale(domain=names, range=[MODELS[name] for name in names])
     return (
         alt.Chart(rows(points))
-        .mark_line(
-            point=alt.OverlayMarkDef(size=90), strokeDash=[2, 5], strokeWidth=1
-        )  # dashed: nothing measured there
+        .mark_line(point=alt.OverlayMarkDef(size=90), strokeDash=[2, 5], strokeWidth=1)  # nothing is measured between
         .encode(
-            x=alt.X("kept:Q", title="share of heads that keep softmax", axis=alt.Axis(format="%")),
+            x=alt.X("kept:Q", title="share of heads that keep softmax", axis=alt.Axis(format="%", tickCount=5)),
             y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False)),
-            color=alt.Color("model:N", scale=colors, title=None, legend=alt.Legend(orient="top", columns=2)),
-            tooltip=["model:N", alt.Tooltip("kept:Q", format=".1%"), alt.Tooltip("value:Q", format=".4f")],
+            color=_colors(alt, _named(points)),
+            tooltip=["part:N", alt.Tooltip("kept:Q", format=".1%"), alt.Tooltip("value:Q", format=".4f")],
         )
         .properties(width="container", height=260)
     )
@@ -53,20 +103,18 @@ def predicted_damage(points: Sequence[Row], chosen: int | None = None):
     return alt.layer(lines, mark).properties(width="container", height=260)
 
 
-def against_context(points: Sequence[Row], title: str, cross: float | None = None):
-    """A line a model over context, both axes in logarithms; `cross` marks where the converted model overtakes.
+def against_context(points: Sequence[Row], title: str, between: Sequence[int | float] | None = None):
+    """A line a model over context, both axes in logarithms; `between` shades where the converted model overtakes.
 
-    Rows: context, model, value.
+    Rows: context, part, value.
     """
     alt = altair()
-    names = [name for name in MODELS if any(point["model"] == name for point in points)]
     contexts = sorted({point["context"] for point in points})
-    colors = alt.Scale(domain=names, range=[TEAL if name == "converted" else MODELS[name] for name in names])
     x = alt.X(
         "context:Q",
         title="context, tokens",
         scale=alt.Scale(type="log", base=2),
-        axis=alt.Axis(values=contexts, labelExpr="datum.value % 1024 ? datum.label : datum.value / 1024 + 'k'"),
+        axis=alt.Axis(values=contexts, labelExpr=THOUSANDS, labelOverlap=True),
     )
     lines = (
         alt.Chart(rows(points))
@@ -77,32 +125,47 @@ def against_context(points: Sequence[Row], title: str, cross: float | None = Non
                 "value:Q",
                 title=title,
                 scale=alt.Scale(type="log", nice=False, padding=12),
-                axis=alt.Axis(format="~s", tickCount=5),
+                axis=alt.Axis(values=_ladder([point["value"] for point in points]), format="~g"),
             ),
-            color=alt.Color("model:N", scale=colors, title=None, legend=alt.Legend(orient="top")),
-            tooltip=["model:N", "context:Q", alt.Tooltip("value:Q", format=".3s")],
+            color=_colors(alt, _named(points)),
+            tooltip=[
+                "part:N",
+                alt.Tooltip("context:Q", format=",", title="tokens"),
+                alt.Tooltip("value:Q", format=",.3~r", title=title),
+            ],
         )
     )
-    if cross is None:
+    if between is None:
         return lines.properties(width="container", height=240)
-    mark = alt.Chart(rows([{"context": cross}]))
-    line = mark.mark_rule(strokeDash=[5, 4]).encode(x=x)
-    word = mark.mark_text(align="left", dx=5, dy=8, baseline="top").encode(
-        x=x, y=alt.value(0), text=alt.value(f"overtakes at {cross:,.0f}")
-    )
-    return alt.layer(lines, line, word).properties(width="container", height=240)
+    low, high = between
+    band = alt.Chart(rows([{"context": low, "end": high}])).mark_rect(color=GRAY, opacity=0.15).encode(x=x, x2="end:Q")
+    return alt.layer(band, lines).properties(width="container", height=240)
 
 
-def crossover(first: Sequence[Point], second: Sequence[Point]) -> float | None:
-    """The context at which `second` overtakes `first`, by straight lines in logarithms; None if it does not, or leads
-    from the start.
+def _ladder(values: Sequence[float]) -> list[float]:
+    """1, 2, 5, 10, 20, ... over the range of the values, thinned to what an axis can carry.
 
-    >>> crossover([(1024, 20.0), (4096, 5.0)], [(1024, 10.0), (4096, 10.0)])
-    2048.0
+    >>> _ladder([7.0, 160.0])
+    [5.0, 10.0, 20.0, 50.0, 100.0, 200.0]
+    """
+    low, high = (math.floor(math.log10(f(values))) for f in (min, max))
+    steps = [float(f"{digit}e{power}") for power in range(low, high + 2) for digit in (1, 2, 5)]
+    first = max(place for place, step in enumerate(steps) if step <= min(values))
+    last = min(place for place, step in enumerate(steps) if step >= max(values))
+    return steps[first : last + 1] if last - first <= 8 else [step for step in steps if f"{step:e}".startswith("1")]
+
+
+def overtakes(first: Sequence[Point], second: Sequence[Point]) -> tuple[int | float, int | float] | None:
+    """The two neighboring measured contexts between which `second` overtakes `first`; None if it does not.
+
+    What happens between them was not measured: one run's straight line would claim a context that nobody saw.
+
+    >>> overtakes([(1024, 20.0), (4096, 5.0)], [(1024, 10.0), (4096, 10.0)])
+    (1024, 4096)
     """
     other = dict(second)
-    lead = [(math.log(x), math.log(other[x] / y)) for x, y in sorted(first) if x in other]
-    for (x0, d0), (x1, d1) in itertools.pairwise(lead):
-        if d0 < 0 <= d1:
-            return round(math.exp(x0 + (x1 - x0) * -d0 / (d1 - d0)), 6)
+    lead = [(x, other[x] >= y) for x, y in sorted(first) if x in other]
+    for (before, behind), (after, ahead) in itertools.pairwise(lead):
+        if ahead and not behind:
+            return before, after
     return None

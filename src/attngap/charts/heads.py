@@ -21,34 +21,48 @@ class Metric:
 
 # What the map can be colored by, in the order of the selector.
 METRICS = (
-    Metric("damage", "damage if replaced", ".2g", "log", "Fisher estimate of the KL, nats a token, this head replaced"),
+    Metric("damage", "damage on text", ".2g", "log", "Fisher estimate of the KL, nats a token, this head replaced"),
+    Metric("recall_damage", "damage on recall", ".2g", "log", "the same where a random sequence repeats"),
     Metric(
         "unavoidable",
-        "unavoidable damage",
+        "unavoidable on text",
         ".2g",
         "log",
         "an estimate: what remains with the best weights constructed at this rank",
     ),
+    Metric("recall_unavoidable", "unavoidable on recall", ".2g", "log", "the same where a random sequence repeats"),
     Metric("floor", "floor", ".1%", "sqrt", "certified lower bound on the relative error of any linear attention"),
     Metric("kappa", "selection exponent κ", ".2f", "linear", "at least 1: the row's top key holds half the mass"),
     Metric("sink", "sink mass", ".1%", "linear", "attention on the first tokens"),
     Metric("far", "far mass", ".1%", "linear", "attention outside the window and the sinks"),
 )
-VERDICTS = {"keep": ORANGE, "replace": BLUE, "window": TEAL, "linear": GRAY}
+
+# What the map can be colored by besides numbers: a name for each square, and the colors of the names.
+NAMED = {
+    "verdict": {"keep": ORANGE, "replace": BLUE, "window": TEAL, "linear": GRAY},
+    "converted": {
+        "softmax, as planned": ORANGE,
+        "softmax, traded in": "#ffb27a",
+        "replaced, traded out": "#6d4ba3",
+        "replaced": BLUE,
+    },
+}
+VERDICTS = NAMED["verdict"]
 
 
 def head_map(heads: Sequence[Row], color: str = "verdict"):
-    """Layers across, heads down, one square a head; `color` is "verdict" or the key of a METRIC the heads carry."""
+    """Layers across, heads down, one square a head; `color` is a key of NAMED or of a METRIC the heads carry."""
     alt = altair()
     tall = 1 + max(head["head"] for head in heads)
     chosen = alt.param(name="chosen", value="")
+    named = [name for name in NAMED if heads[0].get(name) is not None]
     known = [metric for metric in METRICS if metric.key in heads[0]]
-    tooltip = [alt.Tooltip("id:N", title="head"), alt.Tooltip("verdict:N")]
+    tooltip = [alt.Tooltip("id:N", title="head"), *(alt.Tooltip(f"{name}:N") for name in named)]
     tooltip += [alt.Tooltip(f"{metric.key}:Q", title=metric.label, format=metric.form) for metric in known]
     outline = alt.condition("datum.id == chosen", alt.value(3), alt.value(0))
     gap = alt.Scale(paddingInner=0.08)
     return (
-        alt.Chart(rows(heads, ["id", "layer", "head", "verdict", *(metric.key for metric in known)]))
+        alt.Chart(rows(heads, ["id", "layer", "head", *named, *(metric.key for metric in known)]))
         .mark_rect(cornerRadius=1.5, stroke="#000")
         .encode(
             x=alt.X("layer:O", title="layer", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
@@ -63,13 +77,14 @@ def head_map(heads: Sequence[Row], color: str = "verdict"):
 
 
 def _color(alt, heads: Sequence[Row], color: str):
-    if color == "verdict":
-        names = [name for name in VERDICTS if any(head["verdict"] == name for head in heads)]
-        scale = alt.Scale(domain=names, range=[VERDICTS[name] for name in names])
-        return alt.Color("verdict:N", title="verdict", scale=scale, legend=alt.Legend(orient="top"))
+    if color in NAMED:
+        names = [name for name in NAMED[color] if any(head[color] == name for head in heads)]
+        scale = alt.Scale(domain=names, range=[NAMED[color][name] for name in names])
+        legend = alt.Legend(orient="top", labelLimit=0, symbolStrokeWidth=0)
+        return alt.Color(f"{color}:N", title=None, scale=scale, legend=legend)
     metric = next((metric for metric in METRICS if metric.key == color), None)
     if metric is None:
-        raise unknown("color", color, ["verdict", *(metric.key for metric in METRICS)])
+        raise unknown("color", color, [*NAMED, *(metric.key for metric in METRICS)])
     kind = metric.scale
     if kind == "log" and min((head.get(color) or 0) for head in heads) <= 0:
         kind = "sqrt"  # a logarithm has no place for heads without damage
@@ -118,75 +133,105 @@ def spectrum(points: Sequence[Row] | None = None):
     )
 
 
-def damage_split(heads: Sequence[Row], most: int = 30):
-    """The heads that cost most, each bar split into what no linear attention avoids and what a better map could win."""
+PARTS = {
+    "text, unavoidable": BLUE,
+    "text, lost by the feature map": "#9cc3e2",
+    "recall, unavoidable": ORANGE,
+    "recall, lost by the feature map": "#f2b48a",
+}
+
+
+def damage_split(heads: Sequence[Row], most: int = 20):
+    """The heads that cost most, on text and where a sequence repeats, each bar split into what the best weights of
+    the rank would still cost and what the feature map loses on top."""
     alt = altair()
-    worst = sorted(heads, key=lambda head: -(head["damage"] or 0))[:most]
+    worst = sorted(heads, key=lambda head: -(head.get("importance") or head["damage"] or 0))[:most]
     parts = [
-        {"id": head["id"], "part": part, "damage": value, "order": place}
+        {"id": head["id"], "kind": part.split(",")[0], "part": part, "damage": value, "order": place, "stack": stack}
         for place, head in enumerate(worst)
-        for part, value in (
-            ("unavoidable at this rank", max(0.0, (head["damage"] or 0.0) - (head["lost"] or 0.0))),
-            ("lost by the feature map", head["lost"] or 0.0),
-        )
+        for stack, (part, value) in enumerate(zip(PARTS, _split(head), strict=True))
+        if value is not None
     ]
-    colors = alt.Scale(domain=["unavoidable at this rank", "lost by the feature map"], range=[ORANGE, BLUE])
+    drawn = [part for part in PARTS if any(row["part"] == part for row in parts)]
+    kinds = list(dict.fromkeys(row["kind"] for row in parts))
+    colors = alt.Scale(domain=drawn, range=[PARTS[part] for part in drawn])
     return (
         alt.Chart(rows(parts))
         .mark_bar()
         .encode(
-            x=alt.X("id:N", sort=alt.SortField("order"), title="head (layer.head)", axis=alt.Axis(labelAngle=-60)),
-            y=alt.Y("damage:Q", title="damage, nats a token"),
-            color=alt.Color("part:N", scale=colors, title=None, legend=alt.Legend(orient="top")),
-            order=alt.Order("part:N", sort="descending"),
+            y=alt.Y("id:N", sort=alt.SortField("order"), title="head (layer.head)"),
+            yOffset=alt.YOffset("kind:N", sort=kinds),
+            x=alt.X("damage:Q", title="damage, nats a token", axis=alt.Axis(tickCount=5)),
+            color=alt.Color("part:N", scale=colors, title=None, legend=alt.Legend(orient="top", labelLimit=0)),
+            order=alt.Order("stack:Q"),
             tooltip=["id:N", "part:N", alt.Tooltip("damage:Q", format=".3g")],
         )
-        .properties(width="container", height=240)
+        .properties(width="container", height=(22 if len(kinds) > 1 else 16) * len(worst))
     )
 
 
+def _split(head: Row) -> list[float | None]:
+    """Unavoidable and lost, on text and on recall; the unavoidable part of a damage is at most all of it."""
+    found: list[float | None] = []
+    for kind in ("", "recall_"):
+        damage, least = head.get(f"{kind}damage"), head.get(f"{kind}unavoidable")
+        least = None if damage is None else min(damage, least or 0.0)
+        found += [least, None if damage is None else damage - (least or 0.0)]
+    return found
+
+
 def concentration(heads: Sequence[Row]):
-    """Share of all damage carried by the k most harmful heads: how few must be kept."""
+    """Share of all damage carried by the k most harmful heads, on text and on recall: how few must be kept."""
     alt = altair()
-    values = sorted((head["damage"] or 0.0 for head in heads), reverse=True)
-    total, running, points = sum(values) or 1.0, 0.0, [{"heads": 0, "share": 0.0}]
-    for place, value in enumerate(values, 1):
-        running += value
-        points.append({"heads": place, "share": running / total})
+    points = []
+    kinds = {"text": ("damage", BLUE), "recall": ("recall_damage", ORANGE)}
+    drawn = [kind for kind, (key, _) in kinds.items() if any(head.get(key) for head in heads)]
+    for kind in drawn:
+        values = sorted((head.get(kinds[kind][0]) or 0.0 for head in heads), reverse=True)
+        running, total = 0.0, sum(values)
+        points.append({"heads": 0, "share": 0.0, "kind": kind})
+        for place, value in enumerate(values, 1):
+            running += value
+            points.append({"heads": place, "share": running / total, "kind": kind})
+    colors = alt.Scale(domain=drawn, range=[kinds[kind][1] for kind in drawn])
     return (
         alt.Chart(rows(points))
-        .mark_line(color=BLUE, interpolate="monotone")
+        .mark_line(interpolate="monotone")
         .encode(
             x=alt.X("heads:Q", title="heads kept, most harmful first"),
             y=alt.Y("share:Q", title="share of all damage they carry", axis=alt.Axis(format="%")),
-            tooltip=["heads:Q", alt.Tooltip("share:Q", format=".1%")],
+            color=alt.Color("kind:N", scale=colors, title=None, legend=alt.Legend(orient="top")),
+            tooltip=["kind:N", "heads:Q", alt.Tooltip("share:Q", format=".1%")],
         )
         .properties(width="container", height=240)
     )
 
 
 def selection(heads: Sequence[Row], context: int, most: int = 48):
-    """Selection exponent against context, a line a head: kappa(n) = log(n* - 1) / log(n - 1) falls through 1 at n*.
+    """Selection exponent against context, a line a head: kappa(n) = M / log(n - 1), M as the median row has it.
 
-    The points are measured at `context`; the lines extrapolate, as n* does. Of many heads the `most` with the largest
-    n* are drawn.
+    Every line goes through its own point, measured at `context`, and falls through 1 at n* = 1 + (context - 1)^kappa.
+    Of many heads the `most` selective are drawn.
     """
     alt = altair()
-    known = [head for head in heads if (head.get("n_star") or 0) > 2 and head.get("kappa") is not None]
-    chosen = sorted(known, key=lambda head: -head["n_star"])[:most]
+    known = [head for head in heads if (head.get("kappa") or 0) > 0]
+    chosen = sorted(known, key=lambda head: -head["kappa"])[:most]
     lengths = [32 * 2 ** (step / 2) for step in range(31)]  # 32 to a million tokens
     keys = ("id", "verdict", "n_star")
     lines = [
-        {key: head[key] for key in keys} | {"n": n, "kappa": math.log(head["n_star"] - 1) / math.log(n - 1)}
+        {key: head.get(key) for key in keys}
+        | {"n": n, "kappa": head["kappa"] * math.log(context - 1) / math.log(n - 1)}
         for head in chosen
         for n in lengths
     ]
+    top = max([2.0, *(head["kappa"] for head in chosen)])
     x = alt.X("n:Q", scale=alt.Scale(type="log"), title="context, tokens", axis=alt.Axis(tickCount=6, format="~s"))
-    y = alt.Y("kappa:Q", title="selection exponent κ", scale=alt.Scale(domain=[0, 2], clamp=True))
-    scale = alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
-    color = alt.Color("verdict:N", scale=scale, title=None, legend=alt.Legend(orient="top"))
+    y = alt.Y("kappa:Q", title="selection exponent κ", scale=alt.Scale(domain=[0, top], clamp=True))
+    names = [name for name in VERDICTS if any(head["verdict"] == name for head in chosen)]
+    scale = alt.Scale(domain=names, range=[VERDICTS[name] for name in names])
+    color = alt.Color("verdict:N", scale=scale, title=None, legend=alt.Legend(orient="top", symbolOpacity=1))
     tips = ["id:N", "verdict:N", alt.Tooltip("n_star:Q", format=",.0f", title="n*")]
-    drawn = alt.Chart(rows(lines)).mark_line(opacity=0.4, strokeWidth=1.2)
+    drawn = alt.Chart(rows(lines)).mark_line(opacity=0.4, strokeWidth=1.2, clip=True)
     points = alt.Chart(rows([head | {"n": context} for head in chosen], [*keys, "kappa", "n"])).mark_circle(size=42)
     here = alt.Chart(rows([{"n": context}])).mark_rule(strokeDash=[4, 3]).encode(x="n:Q")
     one = alt.Chart(rows([{"kappa": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="kappa:Q")

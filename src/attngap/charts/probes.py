@@ -23,7 +23,8 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
     points = [{**point, "color": colors.get(point["mechanism"], GRAY)} for point in points]
     low, high = (f(point["state_floats"] for point in points) for f in (min, max))
     scale = alt.Scale(type="log", domain=[low * 0.9, max(high, 2 * low) * 1.5], nice=False)
-    x = alt.X("state_floats:Q", scale=scale, title="state after the whole sequence, floats")
+    axis = alt.Axis(tickCount=4, format="~s")
+    x = alt.X("state_floats:Q", scale=scale, title="state after the whole sequence, floats", axis=axis)
     heights = [point["score"] for point in points] + [chance] + ([] if best is None else [best])
     room = LINE * (max(heights) - min(heights))
     # An interval over two seeds can be many times the picture: it is cut at the frame.
@@ -46,10 +47,14 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
         ),
         base.mark_line(strokeWidth=1.5).encode(x=x, y=y, color=color, detail="mechanism:N"),
         base.mark_point(filled=True, size=50, opacity=1).encode(x=x, y=y, color=color, tooltip=tips),
-        alt.Chart(rows(place_labels(points, max(heights) + room)))
-        .mark_text(align="left", dx=7)
-        .encode(x=x, y=alt.Y("place:Q", title=metric), text="mechanism:N", color=color),
     ]
+    # A name stands on the side where there is room for it.
+    middle = math.sqrt(low * max(high, 2 * low))
+    labels = place_labels(points, max(heights) + room)
+    for align, dx, right in (("left", 7, False), ("right", -7, True)):
+        here = [label for label in labels if (label["state_floats"] > middle) == right]
+        words = alt.Chart(rows(here)).mark_text(align=align, dx=dx)
+        layers.append(words.encode(x=x, y=alt.Y("place:Q", title=metric), text="mechanism:N", color=color))
     limit = _predicted(points)
     if not limit:
         return alt.layer(*layers).properties(width="container", height=280)

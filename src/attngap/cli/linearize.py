@@ -173,7 +173,7 @@ def speed_table(receipt: "Receipt") -> Any:
             str(a.context),
             f"{_number(a.prefill, '.0f')} / {_number(b.prefill, '.0f')}",
             f"{a.decode:.1f} / {b.decode:.1f}",
-            f"{a.cache_bytes / 2**20:.1f} / {b.cache_bytes / 2**20:.1f}",
+            f"{a.cache_bytes / 1e6:.1f} / {b.cache_bytes / 1e6:.1f}",
             f"{b.cache_bytes / a.cache_bytes:.0%}",
         )
     return table

@@ -1,6 +1,7 @@
 """`attngap report`: one page from saved results."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,8 @@ def report(
 
     results = read(places)
     size = write_page(output, report_page(results, title=title))
+    for line in results.skipped:
+        print(f"passed over: {line}", file=sys.stderr)
     used = [str(result.path) for result in results.results] + [str(path) for path, _ in results.runs]
     if as_json:
         print(json.dumps({"report": str(output), "bytes": size, "results": used}))

@@ -1,5 +1,6 @@
 """`attngap theory`: the separation law, its phase diagrams, its checks, and the capacity of a linear state."""
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,7 +111,9 @@ def _moments(found: Any, which: int) -> dict[str, float]:
 
 @theory.command()
 def phase(
-    output: Annotated[list[Path], typer.Option("-o", "--output", help=".html, .png, .svg or .json; repeatable.")],
+    output: Annotated[
+        list[Path], typer.Option("-o", "--output", help=".html, .png, .svg, or .json for `attngap report`; repeatable.")
+    ],
     n: Length = "1048576",
     d: Width = 514,
     a0: Absent = 0.05,
@@ -124,9 +127,10 @@ def phase(
 
     Example: attngap theory phase -o phase.html -o phase.png
     """
+    from attngap.charts.files import check_path, save
+    from attngap.charts.phase import phase_chart
     from attngap.progress import progress
     from attngap.provenance import provenance
-    from attngap.report.phase import check_path, phase_chart, save
     from attngap.theory import kernels
     from attngap.theory.phase import phase as compute
 
@@ -135,12 +139,17 @@ def phase(
     chosen = [kernels.parse(name.strip()) for name in kernel.split(",")]
     with progress("phase diagrams", total=2 * len(chosen)) as advance:
         result = compute(n=_length(n, d), d=d, a0=a0, b=b, m=m, kernels=chosen, cells=cells, advance=advance)
-    chart = phase_chart(result)
+    record = {"schema": "attngap.phase/1", **result, "provenance": provenance()}
+    pictures = [path for path in output if path.suffix != ".json"]
+    chart = phase_chart(result) if pictures else None
     for path in output:
-        save(chart, path)
+        if path in pictures:
+            save(chart, path)
+        else:
+            path.write_text(json.dumps(record), encoding="utf-8")
         typer.echo(f"wrote {path}", err=True)
     if as_json:
-        emit({"schema": "attngap.phase/1", **result, "provenance": provenance()})
+        emit(record)
 
 
 @theory.command()
@@ -223,9 +232,9 @@ def thresholds(
     """
     import torch
 
+    from attngap.charts.files import check_path, save
+    from attngap.charts.phase import thresholds as draw
     from attngap.progress import progress
-    from attngap.report.phase import check_path, save
-    from attngap.report.phase import thresholds as draw
     from attngap.theory.thresholds import Bench, selectivity, softmax_limit
 
     if output is not None:

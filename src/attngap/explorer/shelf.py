@@ -1,5 +1,6 @@
 """The stored results below some folders, and how far running sweeps have come."""
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,13 @@ class Shelf:
     def sweeps(self) -> list[dict[str, Any]]:
         rows = []
         for path in self._databases():
-            with Runs(path, readonly=True) as runs:
-                for sweep in runs.progress():
-                    counts = {"done": sweep.done, "failed": sweep.failed, "total": sweep.total, "last": sweep.last}
-                    rows.append({"sweep": sweep.sweep, **counts, "path": str(path)})
+            try:
+                with Runs(path, readonly=True) as runs:
+                    for sweep in runs.progress():
+                        counts = {"done": sweep.done, "failed": sweep.failed, "total": sweep.total, "last": sweep.last}
+                        rows.append({"sweep": sweep.sweep, **counts, "path": str(path)})
+            except (AttngapError, sqlite3.Error) as error:
+                rows.append({"sweep": f"unreadable: {error}", "path": str(path)})
         return rows
 
     def report(self, number: int) -> str:

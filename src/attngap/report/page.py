@@ -64,11 +64,27 @@ class Chart:
 
 
 @dataclasses.dataclass(frozen=True)
+class Panels:
+    """Small charts that stand side by side where there is room and one below the other on a phone.
+
+    `key` explains what all of them draw: pairs of a swatch ("viridis", "solid", "dashed") and its meaning.
+    """
+
+    kind: ClassVar[str] = "panels"
+    id: str
+    title: str
+    charts: Sequence[Chart]
+    caption: str = ""
+    key: Sequence[tuple[str, str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Column:
     key: str
     label: str
     form: str = ""  # a format spec such as ".3g" or ".1%"; empty for text and counts
     help: str = ""
+    wide: bool = False  # sentences: never squeezed into a word a line
 
     def show(self, row: Row) -> str:
         return show(row.get(self.key), self.form)
@@ -150,7 +166,7 @@ class Form:
     button: str = ""
 
 
-Block = Text | Facts | Chart | Table | HeadPanel | Form
+Block = Text | Facts | Chart | Panels | Table | HeadPanel | Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +239,9 @@ class Packer:
         if isinstance(block, Chart):
             choices = {name: self._spec(spec) for name, spec in block.choices.items()}
             self.charts[block.id] = {"spec": self._spec(block.spec), "choices": choices}
+        elif isinstance(block, Panels):
+            for chart in block.charts:
+                self.add(chart)
         elif isinstance(block, Table):
             keys = [column.key for column in block.columns]
             self.tables[block.id] = {

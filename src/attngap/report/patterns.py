@@ -12,6 +12,7 @@ from attngap.errors import AttngapError
 
 BUDGET = 2_600_000  # cells of all pictures together
 LEVELS = 64
+UNPACKED = 256_000_000  # bytes: ten thousand heads with two pictures of 64 x 64 take 82 million
 CAPTIONS = {"text": "on a passage of real text", "stress": "on a random sequence that repeats"}
 
 
@@ -48,6 +49,7 @@ def read_patterns(path: Path, heads: int, tokens: int) -> Patterns | None:
     if not file.exists():
         return None
     try:
+        check_size(file)
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             pictures = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -58,6 +60,17 @@ def read_patterns(path: Path, heads: int, tokens: int) -> Patterns | None:
     while sum(stack.size for stack in pictures.values()) > BUDGET:
         pictures = {name: _halve(stack) for name, stack in pictures.items()}
     return Patterns(pictures, tokens)
+
+
+def check_size(file: Path) -> None:
+    """Refuse what would unpack to far more than pictures of heads: a few megabytes can hide gigabytes."""
+    with zipfile.ZipFile(file) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > UNPACKED:
+        raise AttngapError(
+            f"'{file}' would unpack to {size / 1e6:,.0f} MB; pictures of heads take at most {UNPACKED / 1e6:,.0f}. "
+            "Delete it, or diagnose the model again"
+        )
 
 
 def _halve(stack: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ KINDS = {
     "diagnosis": (1, "attngap diagnose MODEL -o DIR"),
     "plan": (1, "attngap plan DIR -o plan.json"),
     "receipt": (1, "attngap eval DIR"),
-    "phase": (1, "attngap theory phase --json -o phase.html > phase.json"),
+    "phase": (1, "attngap theory phase -o phase.json"),
     "samples": (1, "attngap demo"),
 }
 FILES = ("*.json", "*/*.json", "*.sqlite", "*/*.sqlite", "*.db", "*/*.db")
@@ -37,7 +38,8 @@ class Result:
 
     @property
     def time(self) -> str:
-        return str(self.content.get("provenance", {}).get("time", ""))
+        provenance = self.content.get("provenance")
+        return str(provenance.get("time", "")) if isinstance(provenance, dict) else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,26 +48,47 @@ class Results:
 
     results: Sequence[Result]
     runs: Sequence[tuple[Path, Sequence[Record]]] = ()
+    skipped: Sequence[str] = ()  # a line for each file in a folder that looked like a result and could not be read
 
     def of(self, kind: str) -> list[Result]:
         return [result for result in self.results if result.kind == kind]
 
 
 def read(places: Iterable[str | Path]) -> Results:
-    """Every result in these folders (and one level below) and files; a folder without any is a mistake worth a line."""
+    """Every result in these folders (and one level below) and files; a folder without any is a mistake worth a line.
+
+    A file named by itself must be a result. In a folder somebody else's file is passed over and named in `skipped`; one
+    of ours that is damaged is a mistake all the same, since a report without it would look whole.
+    """
     found: list[Result] = []
     runs: list[tuple[Path, Sequence[Record]]] = []
+    skipped: list[str] = []
     for place in map(Path, places):
-        paths = _inside(place)
-        here = [result for path in paths if path.suffix == ".json" and (result := read_json(path))]
-        databases = [(path, records) for path in paths if path.suffix != ".json" and (records := read_runs(path))]
+        here: list[Result] = []
+        databases: list[tuple[Path, Sequence[Record]]] = []
+        for path in _inside(place):
+            try:
+                if path.suffix == ".json":
+                    here += [result] if (result := read_json(path)) else []
+                elif records := read_runs(path):
+                    databases.append((path, records))
+            except Foreign as error:
+                if path == place:
+                    raise
+                skipped.append(str(error))
         if not here and not databases:
             verbs = "; ".join(verb for _, verb in KINDS.values())
-            raise AttngapError(f"No result in '{place}'. Results are written by: {verbs}; attngap probe run TASK")
+            why = f" ({skipped[-1]})" if skipped else ""
+            raise AttngapError(f"No result in '{place}'{why}. Results are written by: {verbs}; attngap probe run TASK")
         found += here
         runs += databases
     unique = {result.path.resolve(): result for result in found}
-    return Results(list(unique.values()), list({path.resolve(): (path, rows) for path, rows in runs}.values()))
+    databases = list({path.resolve(): (path, rows) for path, rows in runs}.values())
+    return Results(list(unique.values()), databases, skipped)
+
+
+class Foreign(AttngapError):
+    """A file that nobody here wrote, or that cannot be opened at all."""
 
 
 def _inside(place: Path) -> list[Path]:
@@ -73,7 +96,8 @@ def _inside(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise AttngapError(f"'{place}' does not exist. Give a folder that attngap wrote, or a result file in it")
-    return sorted({path for pattern in FILES for path in place.glob(pattern) if not path.name.startswith(".")})
+    found = {path for pattern in FILES for path in place.glob(pattern) if not path.name.startswith(".")}
+    return sorted(path for path in found if path.is_file())  # a pipe would be waited for
 
 
 def read_json(path: Path) -> Result | None:
@@ -81,9 +105,11 @@ def read_json(path: Path) -> Result | None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise AttngapError(f"Cannot read '{path}': {error}") from None
+        raise Foreign(f"Cannot read '{path}': {error}") from None
     try:
         content = json.loads(text)
+    except RecursionError:
+        raise Foreign(f"Cannot read '{path}': it is nested too deeply for a result") from None
     except ValueError as error:
         if not SCHEMA.search(text[:4096]):
             return None
@@ -104,5 +130,10 @@ def read_json(path: Path) -> Result | None:
 
 
 def read_runs(path: Path) -> Sequence[Record]:
-    with Runs(path, readonly=True) as runs:
-        return runs.records()
+    try:
+        with Runs(path, readonly=True) as runs:
+            return runs.records()
+    except AttngapError as error:
+        raise Foreign(str(error)) from None
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        raise Foreign(f"'{path}' is not a run database as attngap writes it: {error}") from None

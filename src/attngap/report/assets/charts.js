@@ -28,7 +28,21 @@ function namedIn(node, found = new Set()) {
   return found;
 }
 
-async function drawSpec(element, spec) {
+// Legends of names get as many columns as fit, so that none is cut off on a phone.
+function fitLegends(node, width) {
+  if (Array.isArray(node)) return node.map((item) => fitLegends(item, width));
+  if (!node || typeof node !== "object") return node;
+  const fitted = Object.fromEntries(Object.entries(node).map(([key, value]) => [key, fitLegends(value, width)]));
+  const names = node.legend && node.scale && node.scale.domain;
+  if (Array.isArray(names) && names.every((name) => typeof name === "string")) {
+    const longest = Math.max(...names.map((name) => name.length));
+    fitted.legend = { ...node.legend, columns: Math.max(1, Math.floor(width / (7 * longest + 34))) };
+  }
+  return fitted;
+}
+
+async function drawSpec(element, given) {
+  const spec = fitLegends(given, element.clientWidth - 60);
   const full = { ...spec, datasets: { ...(spec.datasets || {}) } };
   for (const name of namedIn(spec)) if (datasets[name]) full.datasets[name] = datasets[name];
   element.classList.toggle("fixed", spec.width !== "container"); // scrolls by itself on a narrow screen
@@ -75,6 +89,7 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   const select = figure.querySelector("[data-choice]");
   select?.addEventListener("change", () => drawChart(figure));
   const save = figure.querySelector("[data-save]");
+  if (!save) continue; // one of several small panels
   save.hidden = false;
   save.addEventListener("click", () => saveSvg(figure));
 }

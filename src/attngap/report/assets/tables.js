@@ -6,7 +6,8 @@ function compare(a, b) {
 
 function csvOf(columns, rows) {
   const cell = (value) => {
-    const text = value === null || value === undefined ? "" : Array.isArray(value) ? value.join(" ") : String(value);
+    let text = value === null || value === undefined ? "" : Array.isArray(value) ? value.join(" ") : String(value);
+    if (typeof value !== "number" && /^[=+\-@\t\r]/.test(text)) text = `'${text}`; // a spreadsheet must not run it
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   const lines = [columns.map((column) => column.key), ...rows.map((row) => columns.map((column) => row[column.key]))];
@@ -21,7 +22,9 @@ function setUpTable(element) {
   const body = element.querySelector("tbody");
   const pager = element.querySelector(".pager");
   const headers = [...element.querySelectorAll("th")];
-  let rows = rowsOf(packed);
+  const filter = element.querySelector("[data-filter]");
+  let all = rowsOf(packed);
+  let rows = all; // those the filter lets through
   let start = 0;
   let sorted = null; // { key, sign }
 
@@ -32,12 +35,12 @@ function setUpTable(element) {
     if (j === 0 && "opensHead" in element.dataset) {
       content = make("button", { type: "button", onclick: () => openHead(id, row[column.key], true) }, text);
     }
-    return make("td", column.form ? { class: "number" } : {}, content);
+    return make("td", column.form ? { class: "number" } : column.wide ? { class: "words" } : {}, content);
   }
 
   function draw() {
     const visible = rows.slice(start, start + shown);
-    const none = make("tr", {}, make("td", { colspan: String(columns.length) }, "none yet"));
+    const none = make("tr", {}, make("td", { colspan: String(columns.length) }, all.length ? "no row matches" : "none yet"));
     body.replaceChildren(...visible.map((row) => make("tr", {}, ...columns.map((column, j) => cellOf(row, column, j)))));
     if (!rows.length) body.replaceChildren(none);
     pager.hidden = rows.length <= shown;
@@ -50,6 +53,14 @@ function setUpTable(element) {
     const last = Math.min(start + shown, rows.length);
     pager.replaceChildren(
       turn(-shown, "Back", start === 0), `${start + 1}–${last} of ${rows.length}`, turn(shown, "Next", last === rows.length));
+  }
+
+  // Every word must be somewhere in the row as it is shown: "keep 18." finds kept heads of layer 18.
+  function choose() {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const text = (row) => columns.map((column) => show(row[column.key], column.form)).join(" ").toLowerCase();
+    rows = words.length ? all.filter((row) => words.every((word) => text(row).includes(word))) : all;
+    sort();
   }
 
   function sort() {
@@ -80,7 +91,15 @@ function setUpTable(element) {
   const csv = element.querySelector("[data-csv]");
   csv.hidden = false;
   csv.addEventListener("click", () => download(`${id}.csv`, "text/csv", csvOf(columns, rows)));
-  tables[id] = (fresh) => { rows = fresh; sort(); start = Math.min(start, Math.max(0, rows.length - 1)); draw(); };
+  filter.hidden = all.length <= shown;
+  filter.addEventListener("input", () => { choose(); start = 0; draw(); });
+  tables[id] = (fresh) => {
+    all = fresh;
+    filter.hidden = all.length <= shown;
+    choose();
+    start = Math.min(start, Math.max(0, rows.length - 1));
+    draw();
+  };
   draw();
 }
 

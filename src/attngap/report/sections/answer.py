@@ -1,10 +1,11 @@
-"""The answer, in two sentences with numbers, from whatever was measured."""
+"""The answer, in a few sentences with numbers, from whatever was measured."""
 
 from typing import Any
 
 from attngap.probes.summary import summarize
 from attngap.report.results import Result, Results
-from attngap.report.sections.conversion import longest
+from attngap.report.sections.heads import damage_line, head_rows
+from attngap.report.sections.receipts import at_longest, limit, longest
 
 
 def answer(results: Results) -> list[str]:
@@ -12,55 +13,55 @@ def answer(results: Results) -> list[str]:
     if receipts := results.of("receipt"):
         return from_receipt(receipts[0].content)
     if diagnoses := results.of("diagnosis"):
-        return from_diagnosis(diagnoses[0].content, results.of("plan"))
+        return from_diagnosis(diagnoses[0], results.of("plan"))
     if results.runs:
         return from_probes(results)
     return from_phase(results.of("phase"))
 
 
 def from_receipt(content: dict[str, Any]) -> list[str]:
-    before, after = content["quality"]["original"], content["quality"]["converted"]
     replaced = content["heads"] - content["kept"]
     kept = f"{content['kept']} of {content['heads']} heads"
     first = f"Keep softmax on {kept}; the other {replaced} work with a state of fixed size."
     parts = []
-    if after.get("perplexity_ratio"):
-        change = after["perplexity_ratio"] - 1
-        parts.append(f"perplexity is {abs(change):.1%} {'higher' if change >= 0 else 'lower'} on held-out text")
+    if shown := at_longest(content, "perplexity_ratio"):
+        length, here = shown
+        change = here["converted"] - 1
+        way = "higher" if change >= 0 else "lower"
+        parts.append(f"perplexity is {abs(change):.1%} {way} on held-out text of {length:,} tokens")
     else:
+        after = content["quality"]["converted"]
         parts.append(f"the states change by a relative squared error of {after['divergence']:.2g}")
-    for key, label in (("induction", "recall of a repeated sequence"), ("needle", "needle recall")):
-        if before.get(key) and after.get(key) is not None:
-            parts.append(f"{label} is {after[key] / before[key]:.0%} of the original's")
+    for key, label in (("repetition", "recall of a repeated sequence"), ("needle", "needle recall")):
+        if (shown := at_longest(content, key)) and shown[1]["original"]:
+            length, here = shown
+            share = here["converted"] / here["original"]
+            parts.append(f"{label} is {share:.0%} of the original's at {length:,}")
     if gain := longest(content):
         saved = 1 - gain["converted"]["cache_bytes"] / gain["original"]["cache_bytes"]
-        parts.append(f"the cache is {saved:.0%} smaller at {_thousands(gain['context'])} tokens")
+        parts.append(f"the cache is {saved:.0%} smaller at {gain['context']:,} tokens")
         faster = gain["converted"]["decode"] / gain["original"]["decode"]
         parts.append(f"decoding there is {faster:.2g} times as fast")
-    return [first, _sentence(parts)]
+    return [first, _sentence(parts), *([line] if (line := limit(content)) else [])]
 
 
-def from_diagnosis(content: dict[str, Any], plans: list[Result]) -> list[str]:
-    heads = content["heads"]
+def from_diagnosis(result: Result, plans: list[Result]) -> list[str]:
+    content, heads = result.content, result.content["heads"]
     counts = {name: sum(head["verdict"] == name for head in heads) for name in ("keep", "replace", "window")}
     kept = len(plans[0].content["keep"]) if plans else counts["keep"]
     first = (
         f"Keep softmax on {kept} of {len(heads)} heads; {counts['replace']} can be replaced and for "
         f"{counts['window']} more a window is enough."
     )
-    damages = sorted((head["damage"] or 0.0 for head in heads if head.get("damage") is not None), reverse=True)
-    total = sum(damages)
-    if not total:
+    ranked = head_rows(result)
+    lines = [
+        damage_line(ranked, "damage", "unavoidable", content["rank"]),
+        damage_line(ranked, "recall_damage", "recall_unavoidable", content["rank"]),
+    ]
+    if not any(lines):
         far = sum(head["far"] > 0.2 for head in heads)
         return [first, f"Statistics only: {far} of {len(heads)} heads put more than 20% of their mass far away."]
-    lost = sum(head.get("lost") or 0.0 for head in heads)
-    few = max(1, round(len(damages) / 10))
-    second = (
-        f"The worst {few} heads carry {sum(damages[:few]) / total:.0%} of the damage; about {1 - lost / total:.0%} of "
-        f"all damage is unavoidable at rank {content['rank']}, and a better feature map could win back the other "
-        f"{lost / total:.0%}."
-    )
-    return [first, second]
+    return [first, *(line for line in lines if line)]
 
 
 def from_probes(results: Results) -> list[str]:
@@ -91,7 +92,3 @@ def from_phase(phases: list[Result]) -> list[str]:
 def _sentence(parts: list[str]) -> str:
     text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _thousands(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"

@@ -9,29 +9,34 @@ from attngap.report.patterns import Patterns, read_patterns
 from attngap.report.results import Result
 
 Row = dict[str, Any]
+UNAVOIDABLE = "an estimate: what remains with the best weights constructed at this rank"
 
 TABLE = (
     Column("id", "head"),
     Column("verdict", "verdict"),
-    Column("damage", "damage", ".2g", "nats a token on text when this head alone is replaced"),
+    Column("converted", "converted to", help="what the converted model has, and where it differs from the plan"),
+    Column("damage", "text damage", ".2g", "nats a token on text when this head alone is replaced"),
     Column("recall_damage", "recall damage", ".2g", "the same where a random sequence repeats"),
-    Column(
-        "unavoidable", "unavoidable", ".2g", "an estimate: what remains with the best weights constructed at this rank"
-    ),
-    Column("floor", "floor", ".1%", "certified: no linear attention of this rank comes nearer"),
+    Column("unavoidable", "text, unavoidable", ".2g", UNAVOIDABLE),
+    Column("recall_unavoidable", "recall, unavoidable", ".2g", f"{UNAVOIDABLE}, where a random sequence repeats"),
+    Column("floor", "floor, text", ".1%", "certified: no linear attention of this rank comes nearer to these weights"),
+    Column("stress_floor", "floor, recall", ".1%", "the same where a random sequence repeats"),
     Column("kappa", "κ", ".2f", "selection exponent, median row"),
     Column("sink", "sink", ".1%", "mass on the first tokens"),
     Column("far", "far", ".1%", "mass outside window and sinks"),
-    Column("why", "why"),
+    Column("why", "why", wide=True),
 )
 DETAILS = (
-    Column("damage", "damage, nats a token", ".3g"),
-    Column("recall_damage", "damage where a sequence repeats", ".3g"),
-    Column("unavoidable", "of it unavoidable at this rank", ".3g"),
-    Column("lost", "of it lost by the feature map", ".3g"),
-    Column("measured", "measured KL, this head replaced", ".3g"),
-    Column("floor", "floor (certified)", ".2%"),
-    Column("ceiling", "ceiling (reached)", ".2%"),
+    Column("damage", "damage on text, nats a token", ".3g"),
+    Column("unavoidable", "of it unavoidable at this rank", ".3g", UNAVOIDABLE),
+    Column("measured", "measured KL on text", ".3g", "this head alone replaced, on other passages"),
+    Column("recall_damage", "damage on recall", ".3g", "where a random sequence repeats"),
+    Column("recall_unavoidable", "of it unavoidable at this rank", ".3g", UNAVOIDABLE),
+    Column("recall_measured", "measured KL on recall", ".3g"),
+    Column("floor", "floor on text (certified)", ".2%"),
+    Column("ceiling", "ceiling on text (reached)", ".2%"),
+    Column("stress_floor", "floor on recall (certified)", ".2%"),
+    Column("stress_ceiling", "ceiling on recall (reached)", ".2%"),
     Column("fit", "output error, fitted map", ".2%"),
     Column("far", "far mass", ".2%"),
     Column("near", "mass in the window", ".2%"),
@@ -48,12 +53,18 @@ DETAILS = (
     Column("monotonicity", "monotonicity of the fitted map", ".2f"),
 )
 DEPTH = 1024  # patterns, floors and fits look at the first tokens of a passage only (see docs/schema.md)
-COLORS = {"verdict": "verdict"} | {metric.label: metric.key for metric in charts.METRICS}
+COLORS = {"what was converted": "converted", "verdict": "verdict"}
+COLORS |= {metric.label: metric.key for metric in charts.METRICS}
 
 
-def head_sections(result: Result, suffix: str = "") -> list[Section]:
-    """Sections for one diagnosis; `suffix` keeps ids apart when a page holds several."""
+def head_sections(result: Result, suffix: str = "", receipt: Result | None = None) -> list[Section]:
+    """Sections for one diagnosis; `suffix` keeps ids apart when a page holds several.
+
+    With the receipt of a conversion of the same model the map shows first what that model has.
+    """
     rows = head_rows(result)
+    if receipt is not None:
+        mark_converted(rows, receipt.content)
     found = [_map(result, rows, suffix)]
     if any(row.get("damage") is not None for row in rows):
         found.append(_damage(result, rows, suffix))
@@ -63,17 +74,33 @@ def head_sections(result: Result, suffix: str = "") -> list[Section]:
 
 def head_rows(result: Result) -> list[Row]:
     """The heads as diagnosis.json has them, the most important first, with what the panel draws."""
-    options = result.content.get("options", {})
+    ranks = result.content.get("options", {}).get("ranks") or []
+    rank = result.content.get("rank")
+    place_of_rank = ranks.index(rank) if rank in ranks else None
     rows = []
     for place, head in enumerate(result.content["heads"]):
         row = dict(head) | {"place": place}
         row["why"] = head["reason"].split(";")[0]  # the costs have columns of their own
         row["words"] = f"{head['verdict'].capitalize()}: {head['reason']}"
         row["reads"] = [read_line(read) for read in head.get("reads") or []]
-        row["bounds"] = bound_points(head, options.get("ranks") or [])
+        row["bounds"] = bound_points(head, ranks)
+        for name in ("recall_unavoidable", "stress_floor", "stress_ceiling"):
+            values = head.get(f"{name}s")
+            row.setdefault(name, values[place_of_rank] if values and place_of_rank is not None else None)
         row["spectrum"] = [value for value in head.get("spectrum") or [] if value > 0]
         rows.append(row)
     return sorted(rows, key=lambda row: -(row.get("importance") or 0.0))
+
+
+def mark_converted(rows: list[Row], receipt: Row) -> None:
+    """`converted`: what the converted model has, and where that differs from what the verdict had wanted."""
+    kept = {f"{layer}.{head}" for layer, head in receipt["keep"]}
+    for row in rows:
+        wanted = row["verdict"] == "keep"
+        if row["id"] in kept:
+            row["converted"] = "softmax, as planned" if wanted else "softmax, traded in"
+        else:
+            row["converted"] = "replaced, traded out" if wanted else "replaced"
 
 
 def bound_points(head: Row, ranks: list[int]) -> list[Row]:
@@ -94,10 +121,13 @@ def read_line(read: Row) -> str:
 
 def _map(result: Result, rows: list[Row], suffix: str) -> Section:
     measured = {label: key for label, key in COLORS.items() if any(row.get(key) is not None for row in rows)}
+    first = next(iter(measured))
     choices = {label: charts.head_map(rows, key).to_dict() for label, key in measured.items()}
     map_id, table_id = f"map{suffix}", f"heads{suffix}"
     rank = result.content.get("rank")
     caption = "Layers across, heads down. Click a square, or walk with the arrow keys, to open that head below."
+    if first != "verdict":
+        caption += _traded(rows)
     if rank:
         caption += f" Floor, ceiling and unavoidable damage are for a state of rank {rank}."
     tokens = min(int(result.content.get("options", {}).get("context") or DEPTH), DEPTH)
@@ -107,7 +137,7 @@ def _map(result: Result, rows: list[Row], suffix: str) -> Section:
             map_id,
             "Layer x head",
             "Every head of the model colored by what is chosen",
-            choices["verdict"],
+            choices[first],
             caption,
             choices,
             "Color by",
@@ -121,15 +151,27 @@ def _map(result: Result, rows: list[Row], suffix: str) -> Section:
     return Section(f"heads{suffix}-section", "Heads", blocks)
 
 
+def _traded(rows: list[Row]) -> str:
+    count = sum(row["converted"] == "softmax, traded in" for row in rows)
+    dropped = sum(row["converted"] == "replaced, traded out" for row in rows)
+    if not count and not dropped:
+        return " The conversion kept exactly the heads that the diagnosis had wanted."
+    return f" The conversion traded {dropped} heads that the diagnosis had wanted to keep for {count} others."
+
+
 def _panel(id: str, map_id: str, table_id: str, rows: list[Row], patterns: Patterns | None) -> HeadPanel:
     own = [
         PanelChart(
             "bounds",
-            "Error of the best linear attention against the rank of its state: at least the floor (orange, certified), "
-            "at most the ceiling (blue, reached).",
+            "On text: no linear attention of that rank copies these weights with less error than the floor (orange, "
+            "certified); the ceiling (blue) is reached. It does not say that the model needs them: damage does.",
             charts.bounds().to_dict(),
         ),
-        PanelChart("spectrum", "Singular values of the weights between distant tokens.", charts.spectrum().to_dict()),
+        PanelChart(
+            "spectrum",
+            "Singular values of the weights between distant tokens: the faster they fall, the smaller a state will do.",
+            charts.spectrum().to_dict(),
+        ),
     ]
     keep = {"id", "layer", "head", "place", "words", "reads", "bounds", "spectrum"}
     keep |= {field.key for field in DETAILS}
@@ -145,41 +187,55 @@ def _measured(columns: tuple[Column, ...], rows: list[Row]) -> list[Column]:
 
 
 def _damage(result: Result, rows: list[Row], suffix: str) -> Section:
-    total = sum(row["damage"] or 0.0 for row in rows)
-    certain = total - sum(row["lost"] or 0.0 for row in rows)
-    worst = sorted((row["damage"] or 0.0 for row in rows), reverse=True)
-    few = max(1, round(len(rows) / 10))
-    lead = (
-        f"The worst {few} of {len(rows)} heads carry {sum(worst[:few]) / (total or 1.0):.0%} of the damage. "
-        f"Of all damage {certain / (total or 1.0):.0%} would remain with the best weights constructed at rank "
-        f"{result.content.get('rank')}; the rest is lost by the feature map and could be won back by a better one."
-    )
+    rank = result.content.get("rank")
     split = Chart(
         f"damage-split{suffix}",
-        "Unavoidable and reducible damage",
-        "A bar for each of the thirty most harmful heads, split into unavoidable and reducible damage",
+        "Which heads cost most, on text and on recall",
+        "Two bars for each of the twenty most important heads, damage on text and on recall, each split in two",
         charts.damage_split(rows).to_dict(),
-        "First-order estimates for one head at a time: what remains when the best weights of this rank replace the "
-        "head, and what the fitted feature map loses on top. Damage of several heads need not add up.",
+        "A long dark bar cannot be shortened by a better feature map, a long pale one can. Second-order (Fisher) "
+        "estimates for one head at a time; damage of several heads need not add up.",
     )
     share = Chart(
         f"damage-share{suffix}",
         "How concentrated it is",
-        "The share of all damage carried by the most harmful heads",
+        "The share of all damage carried by the most harmful heads, on text and on recall",
         charts.concentration(rows).to_dict(),
+        "The steeper the start, the fewer heads must keep softmax. Each line orders the heads by its own damage.",
     )
     blocks: list[Block] = [split, share]
     check = result.content.get("verification")
     if check:
         blocks.append(Text([_verified(check)]))
-    return Section(f"damage{suffix}", "Damage", blocks, lead)
+    lead = [
+        damage_line(rows, "damage", "unavoidable", rank),
+        damage_line(rows, "recall_damage", "recall_unavoidable", rank),
+    ]
+    return Section(f"damage{suffix}", "Damage", blocks, " ".join(line for line in lead if line))
+
+
+def damage_line(rows: list[Row], key: str, least: str, rank: int | None) -> str:
+    """'On recall the worst 27 of 270 heads carry 88% of the damage, and 46% of it would remain ...'."""
+    values = sorted((row.get(key) or 0.0 for row in rows), reverse=True)
+    total = sum(values)
+    if not total:
+        return ""
+    few = max(1, round(len(rows) / 10))
+    where = "recall" if key.startswith("recall") else "text"
+    line = f"On {where} the worst {few} of {len(rows)} heads carry {sum(values[:few]) / total:.0%} of the damage"
+    if all(row.get(least) is None for row in rows):
+        return f"{line}."
+    remains = sum(min(row.get(key) or 0.0, row.get(least) or 0.0) for row in rows) / total
+    return f"{line}, and {remains:.0%} of it would remain with the best weights constructed at rank {rank}."
 
 
 def _verified(check: Row) -> str:
-    return (
+    line = (
         f"Checked: {len(check['heads'])} heads were replaced one at a time on {check['passages']} other passages of "
-        f"{check['context']} tokens; estimate and measured KL rank them alike with Spearman {check['spearman']:.2f}."
+        f"{check['context']} tokens; estimate and measured KL rank them alike with Spearman {check['spearman']:.2f}"
     )
+    recall = check.get("recall_spearman")
+    return f"{line} on text and {recall:.2f} on recall." if recall is not None else f"{line}."
 
 
 def _selection(result: Result, rows: list[Row], suffix: str) -> Section:
@@ -189,8 +245,8 @@ def _selection(result: Result, rows: list[Row], suffix: str) -> Section:
         "Selection exponent and reach",
         "Selection exponent of the most selective heads against context",
         charts.selection(rows, context).to_dict(),
-        "κ ≥ 1 means that the top key holds half of a row's mass (an identity). Points are measured at "
-        f"{context:,} tokens, median row; lines extrapolate to where a head stops selecting, n*, if further keys are "
-        "like the present ones. The heads with the largest n* are drawn.",
+        "A head selects as long as its line is above 1, where the top key holds half of a row's mass (an identity). "
+        f"Points are measured at {context:,} tokens, median row; lines extrapolate, if further keys are like the "
+        "present ones, to n*, where they cross 1. The most selective heads are drawn.",
     )
     return Section(f"selection{suffix}-section", "Selection", [chart])

@@ -44,7 +44,7 @@ def _chart(task: str, summaries: list[Summary]) -> Chart:
         width = point["half_width"] or 0.0
         point |= {"low": point["score"] - width, "high": point["score"] + width}
     first = summaries[0]
-    caption = f"Dotted lines: chance {first.chance:.3g}"
+    caption = f"Higher is better, further left is cheaper. Dotted lines: chance {first.chance:.3g}"
     caption += f" and the best possible {first.best:.3g}." if first.best is not None else "."
     if any(summary.predicted is not None for summary in summaries):
         caption += " Gray: the limit predicted for a random memory of that size (an empirical law)."

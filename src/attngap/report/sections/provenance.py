@@ -8,11 +8,11 @@ from attngap.report.results import Results
 COLUMNS = (
     Column("file", "file"),
     Column("kind", "kind"),
-    Column("command", "command"),
+    Column("command", "command", wide=True),
     Column("seed", "seed"),
     Column("time", "when (UTC)"),
-    Column("versions", "versions"),
-    Column("machine", "machine"),
+    Column("versions", "versions", wide=True),
+    Column("machine", "machine", wide=True),
     Column("commit", "commit"),
 )
 
@@ -24,7 +24,8 @@ def provenance_section(results: Results) -> list[Section]:
         rows.append(_row(str(path), f"{len(records)} probe runs", last))
     lead = "Every number on this page is in one of these files. The same command, versions and seed give it again."
     table = Table("provenance-table", "Sources", COLUMNS, rows)
-    note = Text(["Ratios and shares compare runs on one machine; absolute times hold for that machine only."])
+    lines = ["Ratios and shares compare runs on one machine; absolute times hold for that machine only."]
+    note = Text([*lines, *(f"Passed over: {line}" for line in results.skipped)])
     return [Section("sources", "Where the numbers come from", [table, note], lead)]
 
 

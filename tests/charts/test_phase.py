@@ -3,8 +3,9 @@ import math
 
 import pytest
 
+from attngap.charts.files import check_path, save
+from attngap.charts.phase import diagram, phase_chart, thresholds
 from attngap.errors import AttngapError
-from attngap.report.phase import check_path, diagram, phase_chart, save, thresholds
 
 
 def result():

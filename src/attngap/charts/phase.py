@@ -1,31 +1,24 @@
-"""Charts of the theory: phase diagrams and selectivity thresholds, from plain rows to Altair charts and files."""
+"""Pictures of the theory: phase diagrams and selectivity thresholds, from plain rows."""
 
 import csv
 import io
 import itertools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import altair as alt
-import vl_convert
+from attngap.charts.frame import Row, altair
 
-from attngap.errors import AttngapError
-
-Row = dict[str, Any]
-SUFFIXES = (".html", ".png", ".svg", ".json")
-AXES: dict[str, tuple[str, Any]] = {"scale": ("logit scale s", "linear"), "n": ("context length n", "log")}
+AXES: dict[str, tuple[str, Any]] = {"scale": ("logit scale s", "linear"), "n": ("context n, tokens", "log")}
 GOLDEN = 0.6180339887498949
 
 
-def diagram(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, width: int = 190, height: int = 190) -> Any:
-    """Success over (axis, needle), one panel a kernel, with the critical curves on top. `axis` is "scale" or "n".
+def panels(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, legend: bool = True) -> dict[str, Any]:
+    """Success over (axis, needle) with the critical curves on top, a chart a kernel. `axis` is "scale" or "n".
 
     Cells are rows of kernel, axis, needle, success; curves rows of kernel, axis, needle, curve.
     """
+    alt = altair()
     title, scale = AXES[axis]
-    kernels = list(dict.fromkeys(row["kernel"] for row in cells))
     xs, ys = (sorted({row[name] for row in cells}) for name in (axis, "needle"))
     across, along = _edges(xs, scale == "log"), _edges(ys, False)
     domain = {"x": [across[xs[0]][0], across[xs[-1]][1]], "y": [along[ys[0]][0], along[ys[-1]][1]]}
@@ -33,17 +26,18 @@ def diagram(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, width: in
         "x:Q",
         title=title,
         scale=alt.Scale(type=scale, domain=domain["x"], nice=False, clamp=True),
-        axis=alt.Axis(format="~e" if scale == "log" else "~g", tickCount=4, grid=False),
+        axis=alt.Axis(format="~e" if scale == "log" else "~g", tickCount=4, grid=False, labelOverlap=True),
     )
     y = alt.Y(
         "y:Q",
         title="needle a",
         scale=alt.Scale(domain=domain["y"], nice=False, clamp=True),
-        axis=alt.Axis(grid=False),
+        axis=alt.Axis(grid=False, tickCount=5),
     )
-    names = list(dict.fromkeys(row["curve"] for row in curves))
-    panels = []
-    for kernel in kernels:
+    heat = alt.Color("success:Q", title="success", scale=alt.Scale(scheme="viridis", domain=[0, 1]), **_legend(legend))
+    dashes = _dashes(list(dict.fromkeys(row["curve"] for row in curves)), legend)
+    found = {}
+    for kernel in dict.fromkeys(row["kernel"] for row in cells):
         squares = [
             _rounded(
                 x=across[row[axis]][0],
@@ -55,21 +49,29 @@ def diagram(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, width: in
             for row in cells
             if row["kernel"] == kernel
         ]
-        heat = alt.Chart(table(squares)).mark_rect().encode(x=x, x2="x2:Q", y=y, y2="y2:Q", color=_heat())
-        heat = heat.encode(tooltip=[alt.Tooltip("success:Q", format=".4g")])
         points = [
             _rounded(x=row[axis], y=row["needle"]) | {"curve": row["curve"]}
             for row in curves
             if row["kernel"] == kernel and domain["y"][0] <= row["needle"] <= domain["y"][1]
         ]
+        area = alt.Chart(table(squares)).mark_rect().encode(x=x, x2="x2:Q", y=y, y2="y2:Q", color=heat)
+        area = area.encode(tooltip=[alt.Tooltip("success:Q", format=".4g")])
         line = alt.Chart(table(points)).mark_line(clip=True, strokeWidth=2)
-        line = line.encode(x=x, y=y, strokeDash=_dashes(names), detail="curve:N", color=alt.value("#d62728"))
-        panels.append((heat + line).properties(title=kernel, width=width, height=height))
-    return alt.hconcat(*panels)
+        line = line.encode(x=x, y=y, strokeDash=dashes, detail="curve:N", color=alt.value("#e0393b"))
+        found[kernel] = area + line
+    return found
+
+
+def diagram(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, width: int = 190, height: int = 190) -> Any:
+    """The panels in a row, for a picture of its own."""
+    drawn = panels(cells, curves, axis)
+    sized = [chart.properties(title=kernel, width=width, height=height) for kernel, chart in drawn.items()]
+    return altair().hconcat(*sized)
 
 
 def thresholds(rows: Sequence[Row], *, width: int = 520, height: int = 320) -> Any:
     """Selectivity threshold against n, one line a mechanism; those that never separate are listed in the subtitle."""
+    alt = altair()
     found = [row for row in rows if row["needle"] is not None]
     never = sorted({row["label"] for row in rows} - {row["label"] for row in found})
     subtitle = [f"never up to the largest needle tried: {', '.join(never)}"] if never else []
@@ -90,6 +92,7 @@ def thresholds(rows: Sequence[Row], *, width: int = 520, height: int = 320) -> A
 
 def phase_chart(result: dict[str, Any]) -> Any:
     """Both diagrams of `attngap theory phase`, one above the other."""
+    alt = altair()
     setting = result["setting"]
     over_scale = diagram(result["scale"]["cells"], result["scale"]["curves"], "scale")
     over_length = diagram(result["length"]["cells"], result["length"]["curves"], "n")
@@ -104,6 +107,7 @@ def phase_chart(result: dict[str, Any]) -> Any:
 
 def table(rows: Sequence[Row]) -> Any:
     """Rows as inline CSV: Altair copies a chart's data at every step, and one string copies faster than rows do."""
+    alt = altair()
     names = list(rows[0]) if rows else []
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -112,38 +116,15 @@ def table(rows: Sequence[Row]) -> Any:
     return alt.InlineData(values=text.getvalue(), format=alt.CsvDataFormat(type="csv"))
 
 
-def check_path(path: str | Path) -> Path:
-    """Refuse a kind of file that `save` cannot write, before anything is computed."""
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise AttngapError(f"A chart is written as {', '.join(SUFFIXES)}; got {str(path)!r}")
-    return path
+def _legend(wanted: bool) -> dict[str, Any]:
+    return {"legend": altair().Legend(labelLimit=0)} if wanted else {"legend": None}
 
 
-def save(chart: Any, path: str | Path) -> Path:
-    """Write a chart as .html (self-contained, works offline), .png, .svg or .json (its Vega-Lite specification)."""
-    path = check_path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    spec = chart.to_dict()
-    if path.suffix == ".html":
-        path.write_text(vl_convert.vegalite_to_html(spec, bundle=True))
-    elif path.suffix == ".png":
-        path.write_bytes(vl_convert.vegalite_to_png(spec, ppi=144))
-    elif path.suffix == ".svg":
-        path.write_text(vl_convert.vegalite_to_svg(spec))
-    else:
-        path.write_text(json.dumps(spec))
-    return path
-
-
-def _heat() -> alt.Color:
-    return alt.Color("success:Q", title="success", scale=alt.Scale(scheme="viridis", domain=[0, 1]))
-
-
-def _dashes(names: Sequence[str]) -> alt.StrokeDash:
+def _dashes(names: Sequence[str], legend: bool) -> Any:
+    alt = altair()
     styles = [[1, 0], [5, 4], [2, 2]]
     scale = alt.Scale(domain=list(names), range=styles[: len(names)])
-    return alt.StrokeDash("curve:N", title="curve", scale=scale)
+    return alt.StrokeDash("curve:N", title="curve", scale=scale, **_legend(legend))
 
 
 def _edges(values: Sequence[int | float], log: bool) -> dict[int | float, tuple[float, float]]:
