@@ -128,4 +128,4 @@ def test_a_task_of_the_harness_runs_offline(place, tmp_path, monkeypatch):
 def test_the_harness_is_asked_for_by_name_when_missing(place, monkeypatch):
     monkeypatch.setattr("attngap.cli.eval.importlib.util.find_spec", lambda name: None)
     found = run(place, "eval", place / "fast", "--lm-eval", "task.yaml")
-    assert str(found.exception) == "--lm-eval needs lm-evaluation-harness. Run: pip install 'attngap[eval]'"
+    assert "--lm-eval needs the extra 'eval', which is not installed. Run: " in str(found.exception)

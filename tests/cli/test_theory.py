@@ -1,10 +1,12 @@
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from attngap.cli.app import app
 from attngap.errors import AttngapError
+from attngap.report.results import read
 from attngap.theory import statements
 
 RUNNER = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
@@ -73,6 +75,16 @@ def test_phase_writes_files_and_json(tmp_path):
     assert found["kernels"] == ["softmax", "linear"]
     assert page.stat().st_size > 100_000
     assert picture.read_text().startswith("<svg")
+
+
+def test_the_numbers_of_a_phase_diagram_need_no_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    numbers = tmp_path / "phase.json"
+    run("phase", *QUICK, "-o", str(numbers), "--cells", "3", "--kernel", "softmax")
+    assert json.loads(numbers.read_text())["schema"] == "attngap.phase/1"
+    assert read([tmp_path]).results[0].path == numbers  # what `attngap report` takes up
+    fails("Charts need the extra 'report'", "phase", "-o", str(tmp_path / "phase.svg"))
+    run("thresholds", "--n", "128", "--mechanisms", "softmax", "--json")
 
 
 def test_check_prints_a_line_each_and_fails_on_any_failure(monkeypatch):

@@ -35,5 +35,5 @@ def test_a_wrong_value_is_outside():
 
 def test_without_flint_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "flint", None)
-    with pytest.raises(AttngapError, match=r"pip install 'attngap\[rigor\]'"):
+    with pytest.raises(AttngapError, match=r"certified needs the extra 'rigor'.* -m pip install .*\[rigor\]"):
         enclose(law("softmax", n=64, d=10, a0=0.0, a1=0.7, b=0.5, m=1))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from attngap.charts.frame import altair
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 
 SUFFIXES = (".html", ".png", ".svg", ".json")
 
@@ -41,5 +41,5 @@ def _converter() -> Any:
     try:
         import vl_convert
     except ImportError:
-        raise AttngapError("Charts need an extra that is not installed. Next: pip install 'attngap[report]'") from None
+        raise missing_extra("Charts need", "report") from None
     return vl_convert

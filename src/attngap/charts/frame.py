@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from attngap.errors import AttngapError
+from attngap.errors import missing_extra
 
 Row = dict[str, Any]
 
@@ -19,7 +19,7 @@ def altair():
     try:
         import altair
     except ImportError:
-        raise AttngapError("Charts need an extra that is not installed. Next: pip install 'attngap[report]'") from None
+        raise missing_extra("Charts need", "report") from None
     return altair
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attngap.errors import missing_extra
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -49,7 +51,7 @@ def _print(records: list[dict[str, Any]]) -> None:
     console = Console()
     console.print(_ops_table([r for r in records if r["op"] not in ("mechanism", "crossover")]))
     if not native.available():
-        console.print("attngap's compiled kernels are off: pip install 'attngap[native]'", style="dim")
+        console.print(str(missing_extra("attngap's compiled kernels need", "native")), style="dim", markup=False)
     console.print("times faster: how many times longer the peer takes than attngap.", style="dim")
     missing = {r["implementation"]: r["missing"] for r in records if "missing" in r}
     for name, reason in missing.items():

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 
 
 def evaluate(
@@ -67,7 +67,7 @@ def parse_contexts(text: str) -> tuple[int, ...]:
 def harness(directory: Path, task: str, limit: int | None, as_json: bool) -> None:
     """Original and converted model on one task, side by side."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise AttngapError("--lm-eval needs lm-evaluation-harness. Run: pip install 'attngap[eval]'")
+        raise missing_extra("--lm-eval needs", "eval")
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 
 
 def plot(summaries: list[Any], path: Path) -> None:
@@ -19,7 +19,7 @@ def plot(summaries: list[Any], path: Path) -> None:
     try:
         import vl_convert
     except ImportError:
-        raise AttngapError("--plot needs an extra that is not installed. Next: pip install 'attngap[report]'") from None
+        raise missing_extra("--plot needs", "report") from None
     first = summaries[0]
     points = [_point(summary) for summary in summaries if summary.mean is not None]
     chart = score_against_state(points, first.metric, first.chance, first.best)

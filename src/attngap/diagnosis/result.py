@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
 from attngap.storage.files import write_atomically, write_text
 
@@ -129,7 +129,7 @@ class Diagnosis(_Strict):
         try:
             import pandas as pd
         except ImportError:
-            raise AttngapError("A table needs pandas. Next: pip install 'attngap[report]'") from None
+            raise missing_extra("A table needs", "report") from None
         return pd.DataFrame([flat(head, self.options["ranks"]) for head in self.heads])
 
     def plot(self, color: str = "verdict"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attngap.engine.outcome import Outcome, attempt
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 
 ANSWER_SECONDS = 5.0
 AHEAD = 2  # jobs handed out for each CPU, so that none idles while the driver stores a result
@@ -49,10 +49,8 @@ def _collect(ray: Any, reference: Any, index: int, retries: int) -> Outcome:
 def _connect(address: str) -> Any:
     try:
         import ray
-    except ImportError as error:
-        raise AttngapError(
-            "A Ray address was given, but ray is not installed. Install it: pip install attngap[ray]"
-        ) from error
+    except ImportError:
+        raise missing_extra("A Ray address needs", "ray") from None
     if address not in ("auto", "local"):
         _knock(address)
     try:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 from attngap.explorer import law, page, weights
 from attngap.explorer.sentence import Sentences
 from attngap.explorer.shelf import Shelf
@@ -14,11 +14,12 @@ LOCAL = ("127.0.0.1", "localhost")
 def create(folders: list[Path], sentences: Sentences | None = None, hosts: tuple[str, ...] = LOCAL):
     """The FastAPI application. A request that names another host is refused, so no web page elsewhere can read ours."""
     try:
+        import uvicorn  # noqa: F401 - what runs the application; told here if it is missing
         from fastapi import Depends, FastAPI, Query, Request
         from fastapi.responses import HTMLResponse, JSONResponse
         from starlette.middleware.trustedhost import TrustedHostMiddleware
     except ImportError:
-        raise AttngapError("The explorer needs an extra. Next: pip install 'attngap[serve]'") from None
+        raise missing_extra("The explorer needs", "serve") from None
 
     app = FastAPI(title="attngap explorer", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])

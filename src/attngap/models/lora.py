@@ -6,13 +6,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 
 
 def add_lora(model: PreTrainedModel, rank: int, *, seed: int = 0) -> None:
     """Put adapters of that rank on the attention's projections, in place; they start as no change at all."""
     if importlib.util.find_spec("peft") is None:
-        raise AttngapError("LoRA needs the peft package. Run: pip install 'attngap[lora]'")
+        raise missing_extra("LoRA needs", "lora")
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = sorted(projections(model))

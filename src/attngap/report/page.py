@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any, ClassVar
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 
 Row = dict[str, Any]
 ROWS_SHOWN = 20  # rows written into the page; the others come from the packed data, a page of rows at a time
@@ -312,7 +312,7 @@ def _environment():
     try:
         import jinja2
     except ImportError:
-        raise AttngapError("Reports need an extra that is not installed. Next: pip install 'attngap[report]'") from None
+        raise missing_extra("Reports need", "report") from None
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("attngap.report"),
         autoescape=True,
@@ -336,7 +336,7 @@ def _vega() -> str:
         import altair
         import vl_convert
     except ImportError:
-        raise AttngapError("Reports need an extra that is not installed. Next: pip install 'attngap[report]'") from None
+        raise missing_extra("Reports need", "report") from None
     version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed; window.vega = vega;", vl_version=version)
     if "</script" in bundle.lower():

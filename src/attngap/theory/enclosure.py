@@ -5,7 +5,7 @@ import math
 from fractions import Fraction
 from types import ModuleType
 
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, missing_extra
 from attngap.theory.separation import MARGIN, SIGNS, Law
 
 BITS = (256, 1024, 4096)
@@ -52,9 +52,7 @@ def _flint() -> ModuleType:
     try:
         import flint
     except ImportError:
-        raise AttngapError(
-            "certified needs python-flint, which is not installed: pip install 'attngap[rigor]'"
-        ) from None
+        raise missing_extra("certified needs", "rigor") from None
     return flint
 
 
