@@ -1,5 +1,7 @@
 """The package as a whole: what it exports, how it starts, and that its documents are true."""
 
+import ast
+import inspect
 import os
 import re
 import subprocess
@@ -13,7 +15,9 @@ import attngap
 from attngap.mechanisms import contracts
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = {"catalogue", "diagnose", "linearize", "load", "mechanism", "ops", "probe", "save", "theory"}
+FUNCTIONS = {"capture", "catalogue", "diagnose", "linearize", "load", "mechanism", "probe", "save"}
+CLASSES = {"AttngapError", "Diagnosis", "Mechanism", "Plan", "Receipt"}
+PUBLIC = FUNCTIONS | CLASSES | {"ops", "theory", "__version__"}
 
 
 def run(code: str) -> str:
@@ -32,9 +36,35 @@ def test_exports_exactly_the_public_api():
     assert set(dir(attngap)) == PUBLIC
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_export_is_there(name):
-    assert getattr(attngap, name) is not None
+@pytest.mark.parametrize("name", sorted(FUNCTIONS | CLASSES))
+def test_every_export_is_documented(name):
+    thing = getattr(attngap, name)
+    assert thing.__name__ == name
+    assert inspect.isclass(thing) == (name in CLASSES)
+    assert inspect.getdoc(thing)
+
+
+def test_exports_are_typed():
+    """Type checkers read the marker, and every name where the names that are resolved on first use are imported."""
+    source = Path(attngap.__file__)
+    assert source.with_name("py.typed").exists()
+    guarded = next(node for node in ast.parse(source.read_text()).body if isinstance(node, ast.If))
+    imported = {alias.name for node in guarded.body for alias in node.names}
+    assert imported == PUBLIC - {"AttngapError", "__version__"}
+
+
+@pytest.mark.parametrize(
+    "name", ["theory.separation.law", "theory.certificates.floor", "ops.linear_attention", "mechanism", "AttngapError"]
+)
+def test_one_import_is_enough(name):
+    assert run(f"import attngap; print(attngap.{name}.__name__)").strip() == name.rpartition(".")[2]
+
+
+def test_importing_changes_nothing_global():
+    """Neither how modules are found, nor the environment, nor threads."""
+    watched = "len(sys.meta_path), len(sys.path_hooks), dict(os.environ), threading.active_count()"
+    code = f"import os, sys, threading; before = {watched}; import attngap; print(before == ({watched}))"
+    assert run(code).strip() == "True"
 
 
 @pytest.mark.parametrize("name", ["softmax_attention", "linear_attention", "delta_attention", "hybrid_attention"])
@@ -43,7 +73,7 @@ def test_ops_are_exported(name):
 
 
 def test_an_unknown_attribute_lists_what_there_is():
-    with pytest.raises(AttributeError, match="attngap has no 'linearise'; it exports catalogue, diagnose"):
+    with pytest.raises(AttributeError, match="attngap has no 'linearise'; it exports AttngapError, Diagnosis"):
         attngap.linearise  # noqa: B018
 
 

@@ -1,32 +1,68 @@
-"""attngap tells you which attention heads need softmax, proves why, and replaces the rest."""
+"""attngap tells you which attention heads need softmax, proves why, and replaces the rest.
+
+    model, tokenizer = attngap.load("smollm2")
+    diagnosis = attngap.diagnose(model, tokenizer)
+    converted, receipt = attngap.linearize(model, tokenizer, diagnosis.plan(keep=0.1))
+    attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)
+
+What `__all__` lists is the public interface, with `attngap.ops` and `attngap.theory`; every other module may change.
+"""
 
 import importlib
+import sys
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from attngap import autoload
+from attngap.errors import AttngapError
 
 __version__ = _version("attngap")
-__all__ = ["catalogue", "diagnose", "linearize", "load", "mechanism", "ops", "probe", "save", "theory"]
+__all__ = [
+    "AttngapError",
+    "Diagnosis",
+    "Mechanism",
+    "Plan",
+    "Receipt",
+    "__version__",
+    "capture",
+    "catalogue",
+    "diagnose",
+    "linearize",
+    "load",
+    "mechanism",
+    "ops",
+    "probe",
+    "save",
+    "theory",
+]
 
 # Names are resolved on first use, so that `attngap --help` does not wait for torch.
 _HOME = {
+    "Diagnosis": "attngap.diagnosis.result",
+    "Mechanism": "attngap.mechanisms.base",
+    "Plan": "attngap.models.plan",
+    "Receipt": "attngap.conversion.receipt",
+    "capture": "attngap.models.capture",
     "catalogue": "attngap.mechanisms.catalogue",
-    "mechanism": "attngap.mechanisms.catalogue",
-    "load": "attngap.models.load",
-    "save": "attngap.models.save",
     "diagnose": "attngap.diagnosis.diagnose",
     "linearize": "attngap.conversion.linearize",
+    "load": "attngap.models.load",
+    "mechanism": "attngap.mechanisms.catalogue",
     "probe": "attngap.probes.probe",
+    "save": "attngap.models.save",
 }
 _PACKAGES = ("ops", "theory")
 
 if TYPE_CHECKING:
     from attngap import ops, theory
     from attngap.conversion.linearize import linearize
+    from attngap.conversion.receipt import Receipt
     from attngap.diagnosis.diagnose import diagnose
+    from attngap.diagnosis.result import Diagnosis
+    from attngap.mechanisms.base import Mechanism
     from attngap.mechanisms.catalogue import catalogue, mechanism
+    from attngap.models.capture import capture
     from attngap.models.load import load
+    from attngap.models.plan import Plan
     from attngap.models.save import save
     from attngap.probes.probe import probe
 
@@ -43,4 +79,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-autoload.install()
+if "transformers.models.auto.modeling_auto" in sys.modules:
+    # Its Auto classes are loaded, so telling them of converted folders costs nothing; see attngap.models.auto.
+    importlib.import_module("attngap.models.auto")

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -67,14 +68,40 @@ def test_a_full_folder_needs_nothing_else(base, tmp_path):
     assert json.loads((tmp_path / "there" / "attngap.json").read_text())["base"]["name"] == "base"
 
 
-def test_auto_classes_open_a_folder_whichever_is_imported_first(base, tmp_path):
+OPEN = "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
+TRUST = OPEN.replace("argv[1])", "argv[1], trust_remote_code=True)")
+PIPELINE = "p = pipeline('text-generation', sys.argv[1], trust_remote_code=True); print(type(p.model).__name__)"
+
+
+def in_a_new_process(code, folder, home):
+    """Transformers copies a folder's code into its home, which here is a place of the test's own."""
+    environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", f"import sys; {code}", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(f"from transformers import AutoModelForCausalLM; import attngap; {OPEN}", id="attngap imported"),
+        pytest.param(f"from transformers import AutoModelForCausalLM; {TRUST}", id="attngap not imported"),
+        pytest.param(f"from transformers import pipeline; {PIPELINE}", id="pipeline"),
+    ],
+)
+def test_auto_classes_open_a_folder(base, tmp_path, code):
     _, words, model = converted(base)
-    save(model, tmp_path, tokenizer=words)
-    imports = ["import attngap", "from transformers import AutoModelForCausalLM"]
-    for order in (imports, imports[::-1]):
-        code = "; ".join([*order, f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"])
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        assert done.stdout.strip() == "LlamaForCausalLM", done.stderr
+    save(model, tmp_path / "fast", tokenizer=words)
+    done = in_a_new_process(code, tmp_path / "fast", tmp_path / "home")
+    assert done.stdout.strip() == "LlamaForCausalLM", done.stderr
+
+
+def test_a_folder_says_what_to_install(base, tmp_path):
+    _, words, model = converted(base)
+    save(model, tmp_path / "fast", tokenizer=words)
+    (tmp_path / "attngap.py").write_text("raise ModuleNotFoundError(\"No module named 'attngap'\")")
+    absent = f"sys.path.insert(0, {str(tmp_path)!r}); from transformers import AutoModelForCausalLM; {TRUST}"
+    done = in_a_new_process(absent, tmp_path / "fast", tmp_path / "home")
+    assert "pip install attngap" in done.stderr.splitlines()[-1]
 
 
 def test_importing_attngap_imports_neither_torch_nor_transformers():

@@ -33,10 +33,10 @@ Made by attngap: the other {receipt.kept} heads keep softmax. Replacement: {rece
 Base weights: sha256 `{conversion.base.sha256}`.
 
 ```python
-import attngap
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("DIR")  # this folder
+# DIR is this folder; its code is one file that imports attngap (pip install attngap)
+model = AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("DIR")
 ```
 

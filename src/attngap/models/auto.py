@@ -1,5 +1,12 @@
-"""What transformers' Auto classes see of a converted folder: a config of type `attngap`, and a class that loads it."""
+"""What transformers' Auto classes see of a converted folder: a config of type `attngap`, and a class that loads it.
 
+A folder opens in two ordinary ways. Its config.json has an `auto_map` to CODE_FILE, a file of one import beside
+it, so `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where attngap is installed but not
+imported, and says what to install where it is not. And importing this module registers the classes, which needs no
+flag: `import attngap` does so where transformers is loaded already, and so does all that loads, saves or converts.
+"""
+
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -14,6 +21,25 @@ from transformers import (
 from attngap.errors import AttngapError
 
 MODEL_TYPE = "attngap"
+AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM)
+CODE_FILE = "attngap_model.py"
+CODE = '''"""Lets transformers open this converted model with trust_remote_code=True. It needs: pip install attngap"""
+
+from attngap.models.auto import ConvertedConfig, ConvertedModel
+
+__all__ = ["ConvertedConfig", "ConvertedModel"]
+'''
+
+
+def config_json(architecture: str) -> dict[str, Any]:
+    """The config.json of a converted folder."""
+    code = Path(CODE_FILE).stem
+    models = {each.__name__: f"{code}.ConvertedModel" for each in AUTO_CLASSES}
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": [architecture],
+        "auto_map": {"AutoConfig": f"{code}.ConvertedConfig", **models},
+    }
 
 
 # The config.json of a converted folder; everything else is in its attngap.json. Made by a call, because transformers
@@ -33,7 +59,7 @@ class ConvertedModel:
         from attngap.models.save import load_converted
 
         ignored = {name for name, value in options.items() if value not in (None, False, "main", "sdpa", MODEL_TYPE)}
-        if ignored - {"adapter_kwargs", "_from_auto", "name_or_path", "code_revision"}:
+        if ignored - {"adapter_kwargs", "_from_auto", "name_or_path", "code_revision", "trust_remote_code"}:
             raise AttngapError(
                 f"A converted folder does not take {', '.join(sorted(ignored))}. "
                 "Load it with attngap.load, then move or change the model"
@@ -43,7 +69,6 @@ class ConvertedModel:
         return model
 
 
-# On import, and not in a function: attngap.autoload imports this module the moment transformers' registry is loaded.
 AutoConfig.register(MODEL_TYPE, ConvertedConfig, exist_ok=True)
-for auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
+for auto in AUTO_CLASSES:
     auto.register(ConvertedConfig, ConvertedModel, exist_ok=True)  # pyright: ignore[reportArgumentType]

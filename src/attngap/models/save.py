@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism
-from attngap.models.auto import MODEL_TYPE
+from attngap.models.auto import CODE, CODE_FILE, config_json
 from attngap.models.lora import add_lora
 from attngap.models.plan import Plan, architecture
 from attngap.models.swap import CHILD, mixed_heads, swap
@@ -108,8 +108,9 @@ def save(
                 tokenizer.save_pretrained(folder / BASE)
             conversion = conversion.model_copy(update={"base": conversion.base.model_copy(update={"name": BASE})})
         save_file(_adapter(model), folder / WEIGHTS, metadata={"format": "pt"})
-        config = {"model_type": MODEL_TYPE, "architectures": [conversion.base.architecture]}
+        config = config_json(conversion.base.architecture)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        (folder / CODE_FILE).write_text(CODE, encoding="utf-8")
         (folder / RECORD).write_text(conversion.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
