@@ -83,11 +83,11 @@ def test_a_head_that_reads_nothing_far_begins_without_a_far_part():
     options = dataclasses.replace(OPTIONS, steps=0)
     begun = fit_layer(new(), q, k, v, half, dataclasses.replace(options, settle=False))
     settled = fit_layer(new(), q, k, v, half, options)
-    assert (settled[:2] < 0.01 * begun[:2]).all()
+    assert (settled[:2] < 1e-3).all()
     assert (settled[2:] <= begun[2:] + 0.02).all()
 
 
 def test_every_passage_is_fitted_to_before_any_comes_again():
-    order = _batches(5, dataclasses.replace(OPTIONS, batch=2))
-    drawn = torch.cat([next(order) for _ in range(5)])
+    order = _batches([5], dataclasses.replace(OPTIONS, batch=2), torch.Generator().manual_seed(0))
+    drawn = torch.cat([next(order)[1] for _ in range(5)])
     assert sorted(drawn[:5].tolist()) == sorted(drawn[5:].tolist()) == list(range(5))

@@ -45,7 +45,7 @@ def damage(
             if call.cross or call.layer not in shares:
                 return None
             with torch.no_grad():
-                change = call.output - mechanisms[call.layer](None, call.q, call.k, call.v)[1]
+                change = call.output - mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)[1]
             return call.output + shares[call.layer][..., None] * change
 
         with frozen(original), torch.enable_grad(), capture(original, watch):
@@ -133,7 +133,7 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
     """A hook that adds share_ht (softmax - replacement) to head h's output at token t, share being zero."""
 
     def hook(part: MixedHeads, args: tuple, out: Tensor) -> Tensor:
-        q, k, v, mask, scale = args
+        q, k, v, mask, scale, rotary = args
         with torch.no_grad():
             group = q.shape[1] // k.shape[1]
             exact = F.scaled_dot_product_attention(
@@ -146,7 +146,7 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
             )
             change = exact - out
             if len(part.keep):
-                change[:, part.keep] = (exact - part.mechanism(None, q, k, v)[1])[:, part.keep]
+                change[:, part.keep] = (exact - part.mechanism(None, q, k, v, rotary=rotary)[1])[:, part.keep]
         return out + share[..., None] * change
 
     return hook

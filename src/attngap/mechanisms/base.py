@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError
+from attngap.mechanisms.rotary import Angles
 from attngap.ops.check import accumulate_dtype
 from attngap.ops.pairs import expand_heads
 
@@ -98,19 +99,16 @@ class Mechanism(nn.Module):
         *,
         start: int | Int[Tensor, " b"] = 0,
         mask: Bool[Tensor, "..."] | None = None,
+        rotary: Angles | None = None,
     ) -> Streams:
         """Map features and compute gates, from q `(b, heads, t, dim)`, k and v `(b, kv_heads, t, ...)`, x `(b, t, m)`.
 
         `start` is how many real tokens came before, for maps that depend on the position: one number, or one for each
-        sequence. `mask` is `(b, t)`, True at real tokens; padding does not count as a position.
+        sequence. `mask` is `(b, t)`, True at real tokens; padding does not count as a position. `rotary` is the cos and
+        sin that q and k were turned by, for features that do not see positions (hybrid); others have no use for it.
         """
         self.validate(x, q, k, v, mask)
-        first = torch.as_tensor(start, device=q.device).reshape(-1, 1)  # (1 or b, 1)
-        if mask is None:
-            position = first + torch.arange(q.shape[2], device=q.device)
-        else:
-            position = first + (mask.long().cumsum(1) - 1).clamp(min=0)
-        return self.encode(x, q, k, v, position, mask)
+        return self.encode(x, q, k, v, positions(q, start, mask), mask)
 
     def encode(
         self,
@@ -173,9 +171,10 @@ class Mechanism(nn.Module):
         start: int | Int[Tensor, " b"] = 0,
         mask: Bool[Tensor, "..."] | None = None,
         chunk: int | None = None,
+        rotary: Angles | None = None,
     ) -> tuple[State, Float[Tensor, "b h t dv"]]:
         """`read`, then `chunked`."""
-        return self.chunked(self.read(x, q, k, v, start=start, mask=mask), state, chunk)
+        return self.chunked(self.read(x, q, k, v, start=start, mask=mask, rotary=rotary), state, chunk)
 
     def mix(
         self,
@@ -225,6 +224,14 @@ class Mechanism(nn.Module):
                 raise AttngapError(
                     f"{self.name}: {label} must match q ({q.dtype} on {q.device}), got {given.dtype} on {given.device}"
                 )
+
+
+def positions(q: Tensor, start: int | Tensor, mask: Tensor | None) -> Int[Tensor, "#b t"]:
+    """How many real tokens came before each; padding does not count."""
+    first = torch.as_tensor(start, device=q.device).reshape(-1, 1)  # (1 or b, 1)
+    if mask is None:
+        return first + torch.arange(q.shape[2], device=q.device)
+    return first + (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def read_out(q: Float[Tensor, "b h t r"], S: Float[Tensor, "b h_kv r dv"]) -> Float[Tensor, "b h t dv"]:

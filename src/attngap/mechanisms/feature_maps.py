@@ -18,6 +18,9 @@ from attngap.errors import AttngapError, unknown
 from attngap.mechanisms.options import build
 from attngap.ops.check import accumulate_dtype
 
+FASTEST = 1 / 400  # rate at which a feature fades: what a window holds is not its business
+FADED = 40.0  # largest exponent of what has faded: sums of e^40 and values times e^-40 are ordinary float32
+SLOW, FAST = 1e-5, 2e-3  # rates that features begin with
 LARGEST_WIDTH = 2**18  # features; a state wider than this is a mistake, not a plan
 
 
@@ -289,11 +292,15 @@ class Prototype(FeatureMap):
     Column i of P is a prototype times the temperature, so psi_i(k) is the weight softmax gives k for the query p_i: the
     map is exact at the prototypes and interpolates between them. All of A, a, c, P, b are learned, key-side ones for
     each key head; `attngap.mechanisms.fit` starts them from the queries a head really sees.
+
+    With `decay` feature i of a key fades as exp(-rate_i distance), at rates that are learned. It is written as
+    exp(-rate_i position) on the query side and exp(rate_i position) on the key side, so that nothing but the features
+    knows of it. What is beyond exponents of `FADED` does not fade any further.
     """
 
     name, positive, learned = "prototype", True, True
 
-    def __init__(self, heads: int, dim: int, kv_heads: int, *, features: int | None = None):
+    def __init__(self, heads: int, dim: int, kv_heads: int, *, features: int | None = None, decay: bool = False):
         super().__init__(heads, dim, kv_heads)
         self.width = _count("prototype", features, 2 * dim)
         spread = orthogonal_gaussian(self.width, dim, torch.Generator().manual_seed(0)).mT * dim**-0.5  # (d, r)
@@ -302,14 +309,28 @@ class Prototype(FeatureMap):
         self.query_scale = nn.Parameter(torch.zeros(heads, 1, self.width))
         self.key_weight = nn.Parameter(spread.repeat(kv_heads, 1, 1))
         self.key_bias = nn.Parameter(torch.zeros(kv_heads, 1, self.width))
+        self.log_rate = nn.Parameter(_rates(self.width).log().repeat(kv_heads, 1, 1)) if decay else None
 
     def query_features(self, x, position):
         weight, bias, scale = (p.to(x.dtype) for p in (self.query_weight, self.query_bias, self.query_scale))
-        return (x @ weight + bias).softmax(-1) * scale.clamp(-15, 15).exp()
+        mixed = (x @ weight + bias).softmax(-1)
+        scale = scale.clamp(-15, 15)
+        if self.log_rate is None:
+            return mixed * scale.exp()
+        return mixed * (scale - self._faded(x, position).repeat_interleave(self.heads // self.kv_heads, 1)).exp()
 
     def key_features(self, x, position):
         # Sums over millions of keys, times a query scale of e^15, stay far inside float32.
-        return (x @ self.key_weight.to(x.dtype) + self.key_bias.to(x.dtype)).clamp(max=20).exp()
+        size = (x @ self.key_weight.to(x.dtype) + self.key_bias.to(x.dtype)).clamp(max=20)
+        return size.exp() if self.log_rate is None else (size + self._faded(x, position)).exp()
+
+    def rates(self) -> Float[Tensor, "h_kv 1 r"]:
+        """How fast each feature fades, per token."""
+        assert self.log_rate is not None
+        return self.log_rate.exp().clamp(max=FASTEST)
+
+    def _faded(self, x: Tensor, position: Tensor) -> Float[Tensor, "b h_kv t r"]:
+        return (self.rates().to(x.dtype) * position[:, None, :, None]).clamp(max=FADED)
 
 
 class Nothing(FeatureMap):
@@ -362,6 +383,12 @@ def orthogonal_gaussian(count: int, dim: int, generator: torch.Generator) -> Flo
 def _mixing(heads: int, dim: int, width: int) -> Tensor:
     one = torch.eye(dim) if width == dim else nn.init.orthogonal_(torch.empty(dim, width))
     return one.repeat(heads, 1, 1)  # (h, d, f)
+
+
+def _rates(count: int) -> Float[Tensor, " r"]:
+    """From slow to fast, in any order: features that begin alike shall not fade alike."""
+    even = torch.linspace(math.log(SLOW), math.log(FAST), count).exp()
+    return even[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
 
 
 def _both_signs(x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -10,14 +11,18 @@ from torch import Tensor
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.far_rows import FarRows
 from attngap.mechanisms.feature_maps import Prototype
+from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.ops.hybrid import Near
 
 CLUSTER_ROUNDS = 5
 CLUSTER_SAMPLE = 4096  # queries of a group that prototypes are looked for in
 LIFTS = (0.0, -1.0, -2.0, -3.0, -4.5, -6.0, -9.0)  # of a head's first log-gain; at -9 there is hardly a far part
+BEGUN_ON = 2**14  # tokens that features begin from, at most
 SETTLED_ON = 3  # passages that first gains are chosen on
+SILENT = -60.0  # the log-gain of a head that reads sinks and window only
+DISTANCES = 512  # at which an average over distances looks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +37,29 @@ class FitOptions:
     seed: int = 0
     sharpness: float = 8.0  # of the first mixture, in units of the squared distance from a query to its prototype
     settle: bool = True  # choose each head's first gain, by what fits best
+    horizon: int | None = None  # distances that turned-back features begin with; None: those of the passages
 
 
 QUICK = FitOptions(steps=16, check=16, sharpness=2.0, settle=False)
+
+
+class Seen(NamedTuple):
+    """What a layer read and wrote in some passages of one length, and the cos and sin of their positions."""
+
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b h_kv t d"]
+    v: Float[Tensor, "b h_kv t dv"]
+    target: Float[Tensor, "b h t dv"]
+    rotary: Angles | None = None
+
+    def only(self, which: slice | Tensor) -> "Seen":
+        turned = None if self.rotary is None else tuple(x if len(x) == 1 else x[which] for x in self.rotary)
+        return Seen(*(x[which] for x in self[:4]), turned)
+
+
+Misfit = Callable[
+    [int, "slice | Tensor"], Float[Tensor, " h"]
+]  # (place of a batch, its passages) -> error of each head
 
 
 def fit_layer(
@@ -44,64 +69,90 @@ def fit_layer(
     v: Float[Tensor, "b h_kv t dv"],
     target: Float[Tensor, "b h t dv"],
     options: FitOptions = FitOptions(),
+    *,
+    rotary: Angles | None = None,
+    longer: Sequence[Seen] = (),
 ) -> Float[Tensor, " h"]:
     """Train the mechanism in place so that its output is near `target`; the held-out error of each head.
 
     Minimizes the sum over heads of |out - target|^2 / |target|^2 by Adam on random passages, and ends with the
     parameters that did best on the held-out ones. With `heldout=0` all passages are trained on and the error is theirs.
+    `longer` are passages of other lengths to train on as well. A head of a hybrid whose features do not lower its error
+    on the judging passages is left with sinks and window.
     """
     passages = q.shape[0]
     if options.heldout >= passages:
         raise AttngapError(
             f"A fit needs more passages than it holds out, got {passages} and heldout={options.heldout}; give more text"
         )
-    begin(mechanism, q, k, sharpness=options.sharpness)
+    batches = [Seen(q, k, v, target, rotary), *longer]
+    horizon = options.horizon or max(each.q.shape[2] for each in batches)
+    begin(mechanism, *_content(mechanism, batches), sharpness=options.sharpness, angles=rotary, horizon=horizon)
     train = passages - options.heldout
     judge = slice(train, None) if options.heldout else slice(None)
-    energy = target.square().mean((0, 2, 3)).clamp(min=1e-12)  # (h,)
-
-    near = mechanism.near(q, k, v) if isinstance(mechanism, Hybrid) else None  # the same in every step
-
-    def misfit(which: slice | Tensor) -> Float[Tensor, " h"]:
-        streams = mechanism.read(None, q[which], k[which], v[which])
-        if isinstance(mechanism, Hybrid) and near is not None:
-            _, out = mechanism.chunked(streams, near=Near(*(x[which] for x in near)))
-        else:
-            _, out = mechanism.chunked(streams)
-        return (out - target[which]).square().mean((0, 2, 3)) / energy
+    generator = torch.Generator().manual_seed(options.seed)
+    misfit = (
+        _far_misfit(mechanism, batches, generator) if isinstance(mechanism, Hybrid) else _misfit(mechanism, batches)
+    )
 
     if options.settle and isinstance(mechanism, Hybrid) and mechanism.log_gain is not None:
-        _settle(mechanism.log_gain, lambda: misfit(slice(min(train, SETTLED_ON))))
-    trained = [p for p in mechanism.parameters() if p.requires_grad]
+        _settle(mechanism.log_gain, lambda: misfit(0, slice(min(train, SETTLED_ON))))
     best, best_error = copy.deepcopy(mechanism.state_dict()), _without_grad(misfit, judge)
-    if not trained or not options.steps:
-        return best_error
-    optimizer = torch.optim.Adam(trained, lr=options.rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _one_cycle(step, options.steps))
-    order = _batches(train, options)
-    for step in range(1, options.steps + 1):
-        optimizer.zero_grad()
-        misfit(next(order)).sum().backward()
-        optimizer.step()
-        schedule.step()
-        if step % options.check == 0 or step == options.steps:
-            error = _without_grad(misfit, judge)
-            if error.sum() < best_error.sum():
-                best, best_error = copy.deepcopy(mechanism.state_dict()), error
-    mechanism.load_state_dict(best)
-    mechanism.zero_grad()
+    trained = [p for p in mechanism.parameters() if p.requires_grad]
+    if trained and options.steps:
+        optimizer = torch.optim.Adam(trained, lr=options.rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _one_cycle(step, options.steps))
+        order = _batches([train, *(len(each.q) for each in longer)], options, generator)
+        for step in range(1, options.steps + 1):
+            optimizer.zero_grad()
+            misfit(*next(order)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            if step % options.check == 0 or step == options.steps:
+                error = _without_grad(misfit, judge)
+                if error.sum() < best_error.sum():
+                    best, best_error = copy.deepcopy(mechanism.state_dict()), error
+        mechanism.load_state_dict(best)
+        mechanism.zero_grad()
+    if isinstance(mechanism, Hybrid) and mechanism.log_gain is not None:
+        return _silence(mechanism, best_error, misfit, judge)
     return best_error
 
 
-def _batches(passages: int, options: FitOptions) -> Iterator[Int[Tensor, " batch"]]:
-    """Passages in random order, all of them before any comes again."""
-    generator = torch.Generator().manual_seed(options.seed)
-    left = torch.empty(0, dtype=torch.long)
+def _misfit(mechanism: Mechanism, batches: Sequence[Seen]) -> Misfit:
+    """Of whole passages."""
+    energy = [each.target.square().mean((0, 2, 3)).clamp(min=1e-12) for each in batches]  # (h,)
+
+    def misfit(place: int, which: slice | Tensor) -> Float[Tensor, " h"]:
+        each = batches[place].only(which)
+        _, out = mechanism.chunked(mechanism.read(None, each.q, each.k, each.v, rotary=each.rotary))
+        return (out - each.target).square().mean((0, 2, 3)) / energy[place]
+
+    return misfit
+
+
+def _far_misfit(mechanism: Hybrid, batches: Sequence[Seen], generator: torch.Generator) -> Misfit:
+    """Of some rows of each passage, others each time: the near part of all rows is computed once."""
+    rows = [FarRows(mechanism, each.q, each.k, each.v, each.target, each.rotary) for each in batches]
+
+    def misfit(place: int, which: slice | Tensor) -> Float[Tensor, " h"]:
+        return rows[place].misfit(which, generator if torch.is_grad_enabled() else None)
+
+    return misfit
+
+
+def _batches(
+    sizes: Sequence[int], options: FitOptions, generator: torch.Generator
+) -> Iterator[tuple[int, Int[Tensor, " batch"]]]:
+    """Passages in random order, all of them before any comes again; a batch is of one length."""
+    left = [torch.empty(0, dtype=torch.long) for _ in sizes]
     while True:
-        while len(left) < options.batch:
-            left = torch.cat((left, torch.randperm(passages, generator=generator)))
-        yield left[: options.batch]
-        left = left[options.batch :]
+        places = torch.tensor([place for place, size in enumerate(sizes) for _ in range(-(-size // options.batch))])
+        for place in places[torch.randperm(len(places), generator=generator)].tolist():
+            while len(left[place]) < min(options.batch, sizes[place]):
+                left[place] = torch.cat((left[place], torch.randperm(sizes[place], generator=generator)))
+            yield place, left[place][: options.batch]
+            left[place] = left[place][options.batch :]
 
 
 @torch.no_grad()
@@ -119,9 +170,26 @@ def _settle(log_gain: Tensor, misfit: Callable[[], Float[Tensor, " h"]]) -> None
     log_gain.copy_(begun + log_gain.new_tensor(LIFTS)[torch.stack(errors).argmin(0)])
 
 
-def _without_grad(misfit, which) -> Float[Tensor, " h"]:
+@torch.no_grad()
+def _silence(mechanism: Hybrid, error: Tensor, misfit: Misfit, judge: slice) -> Float[Tensor, " h"]:
+    """Leave sinks and window to the heads whose features do no good; the error of each head after that."""
+    gain, weight = mechanism.log_gain, mechanism.gain_weight
+    assert gain is not None
+    held, slope = gain.clone(), None if weight is None else weight.clone()
+    gain.fill_(SILENT)
+    if weight is not None:
+        weight.zero_()
+    alone = misfit(0, judge)
+    useful = error < alone
+    gain.copy_(torch.where(useful, held, gain))
+    if weight is not None and slope is not None:
+        weight.copy_(torch.where(useful[:, None], slope, weight))
+    return torch.minimum(error, alone)
+
+
+def _without_grad(misfit: Misfit, which: slice) -> Float[Tensor, " h"]:
     with torch.no_grad():
-        return misfit(which)
+        return misfit(0, which)
 
 
 def _one_cycle(step: int, steps: int) -> float:
@@ -132,12 +200,20 @@ def _one_cycle(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def begin(
-    mechanism: Mechanism, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], *, sharpness: float
+    mechanism: Mechanism,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b h_kv t d"],
+    *,
+    sharpness: float,
+    angles: Angles | None = None,
+    horizon: int | None = None,
 ) -> None:
-    """Start prototype features from the queries of the data; other maps start where they were made.
+    """Start prototype features from queries and keys as these read them; other maps start where they were made.
 
     Each prototype is the center of a cluster of the group's queries, its key feature is divided by its mean over the
-    keys (and multiplied back on the query side), and a query is a mixture of the prototypes close to it.
+    keys (and multiplied back on the query side), and a query is a mixture of the prototypes close to it. Where features
+    read turned-back queries and keys, `angles` tell how these turn, and a prototype is turned as far keys see it on
+    average, over distances up to `horizon` at which its feature has not faded.
     """
     features = getattr(mechanism, "feature_map", None)
     if not isinstance(features, Prototype):
@@ -146,10 +222,12 @@ def begin(
     group = mechanism.heads // mechanism.kv_heads
     for place in range(mechanism.kv_heads):
         heads = slice(place * group, (place + 1) * group)
-        queries = q[:, heads].transpose(0, 1).flatten(1, 2)  # (group, b t, d)
+        queries = q[:, heads].transpose(0, 1).flatten(1, 2)  # (group, n, d)
+        keys = k[:, place].flatten(0, 1)  # (n, d)
         centers = _centers(queries.flatten(0, 1), features.width)  # (r, d)
-        features.key_weight[place] = centers.mT * scale
-        size = (k[:, place].flatten(0, 1) @ centers.mT * scale).logsumexp(0) - _log_count(k)  # (r,)
+        seen = centers if angles is None else _on_average(mechanism, features, place, centers, angles, horizon)
+        features.key_weight[place] = seen.mT * scale
+        size = (keys @ seen.mT * scale).logsumexp(0) - torch.tensor(float(len(keys))).log()  # (r,)
         features.key_bias[place, 0] = -size
         spread = torch.cdist(queries, centers.expand(group, -1, -1)).square().amin(-1).mean(-1)  # (group,)
         sharp = sharpness / spread.clamp(min=1e-6)[:, None, None]  # (group, 1, 1)
@@ -160,8 +238,33 @@ def begin(
             mechanism.log_gain[heads] = size.mean()
 
 
-def _log_count(k: Tensor) -> float:
-    return float(torch.tensor(k.shape[0] * k.shape[2], dtype=torch.float32).log())
+def _content(
+    mechanism: Mechanism, batches: Sequence[Seen]
+) -> tuple[Float[Tensor, "1 h n d"], Float[Tensor, "1 k n d"]]:
+    """Queries and keys as features read them, of all passages in a row, evenly thinned where they are many."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for each in batches:
+        read = mechanism.content(each.q, each.k, each.rotary) if isinstance(mechanism, Hybrid) else each[:2]
+        found.append((read[0].transpose(0, 1).flatten(1, 2), read[1].transpose(0, 1).flatten(1, 2)))
+    q, k = (torch.cat(parts, 1)[None] for parts in zip(*found, strict=True))
+    some = _even(q.shape[2], BEGUN_ON)
+    return q[:, :, some], k[:, :, some]
+
+
+def _on_average(
+    mechanism: Mechanism,
+    features: Prototype,
+    place: int,
+    centers: Float[Tensor, "r d"],
+    angles: Angles,
+    horizon: int | None,
+) -> Float[Tensor, "r d"]:
+    """The prototypes as far keys see them."""
+    if not isinstance(mechanism, Hybrid) or mechanism.rotary is None:
+        return centers
+    distance = torch.linspace(mechanism.window, max(horizon or 0, 2 * mechanism.window), DISTANCES)
+    rates = torch.zeros(features.width) if features.log_rate is None else features.rates()[place, 0]
+    return mechanism.rotary.on_average(centers, angles, distance, (-rates[:, None] * distance).exp())
 
 
 def _centers(points: Float[Tensor, "n d"], count: int) -> Float[Tensor, "r d"]:

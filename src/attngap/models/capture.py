@@ -19,6 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from attngap.errors import AttngapError
+from attngap.mechanisms.rotary import Angles
+from attngap.models.angles import angles_of, note_angles
 
 NAME = "attngap_capture"
 # What `attngap.models.swap` calls its attention function, and the child of a module that says which heads it replaces.
@@ -45,6 +47,7 @@ class Call:
     window: int | None  # the model's own sliding window, which `mask` already contains
     cross: bool
     output: Float[Tensor, "b h t dv"]
+    rotary: Angles | None = None  # cos and sin that q and k were turned by, where the model hands them on
     linear: tuple[int, ...] = ()  # heads that a converted model has replaced already: what they do is in `output` only
 
     @property
@@ -86,7 +89,7 @@ def capture(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     configs = attention_configs(model)
     before = [config._attn_implementation_internal for config in configs]
     watch = _Watch(observe, AttentionInterface()[CONVERTED] if CONVERTED in before else sdpa_attention_forward)
-    hooks = [model.register_forward_pre_hook(watch.restart), *_watch_cross(model, watch)]
+    hooks = [model.register_forward_pre_hook(watch.restart), *_watch_cross(model, watch), *note_angles(model)]
     modules = list(model.modules())
     try:
         for module in modules:
@@ -180,6 +183,7 @@ def _attend(
         window=kwargs.get("sliding_window"),
         cross=cross,
         output=output.transpose(1, 2),
+        rotary=None if cross else angles_of(module),
         linear=_linear(module, query.shape[1]),
     )
     replaced = watch.observe(call)

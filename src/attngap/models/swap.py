@@ -20,6 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.rotary import Angles
+from attngap.models.angles import angles_of, note_angles
 from attngap.models.cache import cache_of, install
 from attngap.models.capture import Call, attention_configs, capture
 
@@ -67,16 +69,16 @@ class MixedHeads(nn.Module):
         v: Float[Tensor, "b h_kv t dv"],
         mask: Tensor | None,
         scale: float | None,
+        rotary: Angles | None = None,
     ) -> Float[Tensor, "b h t dv"]:
         cache = cache_of(k)
         causal = self.mechanism.causal
         real = real_tokens(mask, q.shape[2], causal=causal)
         if cache is None or cache.state is None:
-            state, out = self.mechanism(None, q, k, v, mask=real)
+            state, out = self.mechanism(None, q, k, v, mask=real, rotary=rotary)
         else:
-            state, out = self.mechanism.advance(
-                self.mechanism.read(None, q, k, v, start=cache.count, mask=real), cache.state
-            )
+            streams = self.mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
+            state, out = self.mechanism.advance(streams, cache.state)
         if cache is not None:
             cache.advance(state, real, q.shape[2])
         if len(self.keep):
@@ -133,7 +135,7 @@ def attend(
             f"Replaced heads got {key.shape[2]} keys for {query.shape[2]} queries from a cache that is not theirs. "
             "Pass past_key_values=DynamicCache() and let the converted model fill it"
         )
-    out = mixed(query, key, value, attention_mask, kwargs.get("scaling"))
+    out = mixed(query, key, value, attention_mask, kwargs.get("scaling"), angles_of(module))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -207,6 +209,7 @@ def attach(model: PreTrainedModel) -> None:
     """Route the model's attention through `attend`, and every empty cache it is given through mixed layers."""
     for config in attention_configs(model):
         config._attn_implementation_internal = NAME
+    note_angles(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and "past_key_values" in inspect.signature(part.forward).parameters:
             part.register_forward_pre_hook(GiveCache(part), with_kwargs=True)

@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError, unknown
-from attngap.mechanisms.base import Mechanism, State, Streams, read_out
+from attngap.mechanisms.base import Mechanism, State, Streams, positions, read_out
 from attngap.mechanisms.feature_maps import feature_map as make_map
+from attngap.mechanisms.rotary import Angles, layout
 from attngap.ops.check import check_count
 from attngap.ops.hybrid import Near, empty_state, hybrid_attention, near_attention
 from attngap.ops.hybrid.definition import hybrid_weights
@@ -25,9 +26,12 @@ class Hybrid(Mechanism):
     Near are the first `sinks` and the last `window`, as in LoLCATs (arXiv 2410.10254) with sinks. `feature_map` is
     any name of `attngap.mechanisms.feature_maps`, its options in `map_options`; "none" drops the far keys. With
     `relative` far weights are measured against the row's largest near logit. g is zero (`gain="none"`), one learned
-    number a head ("head") or an affine function of the query ("query"). From position `reach` on a query reads the near
-    keys alone: features fitted to shorter sequences have not seen what rotary positions make of keys and queries there.
-    Causal only.
+    number a head ("head") or an affine function of the query ("query").
+
+    With `rotary`, the layout of a model's rotary positions (`attngap.mechanisms.rotary`), phi, psi and g read queries
+    and keys turned back by their own position, so that they hold at every length; near keys stay as they are. Without,
+    they read what the model turned, and from position `reach` on a query reads the near keys alone: features fitted to
+    shorter sequences have not seen what positions make of keys and queries there. Causal only.
     """
 
     name, paper, normalized = "hybrid", "2410.10254", True
@@ -45,6 +49,7 @@ class Hybrid(Mechanism):
         relative: bool = True,
         gain: str = "head",
         reach: int | None = None,
+        rotary: Mapping[str, str] | None = None,
         scale: float | None = None,
         kv_heads: int | None = None,
     ):
@@ -58,15 +63,35 @@ class Hybrid(Mechanism):
         self.feature_map = make_map(feature_map, heads, dim, self.kv_heads, **(map_options or {}))
         self.window, self.sinks, self.relative, self.gain = window, sinks, relative, gain
         self.reach = reach
+        self.rotary = layout(rotary)
         self.scale = dim**-0.5 if scale is None else scale
         far = self.feature_map.rank > 0  # without far features there is nothing to scale
         self.log_gain = nn.Parameter(torch.zeros(heads)) if far and gain != "none" else None
         self.gain_weight = nn.Parameter(torch.zeros(heads, dim)) if far and gain == "query" else None
         self.learned = self.feature_map.learned or self.log_gain is not None
 
+    def read(self, x, q, k, v, *, start=0, mask=None, rotary=None) -> Streams:
+        self.validate(x, q, k, v, mask)
+        return self._encode(q, k, v, positions(q, start, mask), mask, *self.content(q, k, rotary))
+
+    def content(
+        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], rotary: Angles | None
+    ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h_kv t d"]]:
+        """The queries and keys that features read: turned back where a layout is known."""
+        if self.rotary is None:
+            return q, k
+        if rotary is None:
+            raise AttngapError(
+                "hybrid: features of turned-back keys need the cos and sin of the positions: pass rotary"
+            )
+        return self.rotary.back(q, rotary), self.rotary.back(k, rotary)
+
     def encode(self, x, q, k, v, position, mask) -> Streams:
-        fq, fk = self.feature_map.query(q, position), self.feature_map.key(k, position)
-        gain = self._gain(q)
+        return self._encode(q, k, v, position, mask, q, k)
+
+    def _encode(self, q, k, v, position, mask, content_q, content_k) -> Streams:
+        fq, fk = self.feature_map.query(content_q, position), self.feature_map.key(content_k, position)
+        gain = None if self.log_gain is None else self.gain_of(content_q)
         if self.reach is not None:
             gain = q.new_zeros(q.shape[:3]) if gain is None else gain
             gain = gain.masked_fill((position >= self.reach)[:, None], -torch.inf)
@@ -145,11 +170,12 @@ class Hybrid(Mechanism):
             "mask": streams.mask,
         }
 
-    def _gain(self, q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t"] | None:
+    def gain_of(self, content: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t"]:
+        """The log-gain of far weights, from the queries that features read."""
         if self.log_gain is None:
-            return None
-        gain = self.log_gain[None, :, None].expand(q.shape[:3])
-        return gain if self.gain_weight is None else gain + (q * self.gain_weight[:, None]).sum(-1)
+            return content.new_zeros(content.shape[:3])
+        gain = self.log_gain[None, :, None].expand(content.shape[:3])
+        return gain if self.gain_weight is None else gain + (content * self.gain_weight[:, None]).sum(-1)
 
     def _write(self, state: State, streams: Streams) -> State:
         """Put the token into its slot; the one it displaces, if any, joins the far sums. Padding changes nothing."""
