@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -24,9 +23,9 @@ class Rotary:
     channels.
     """
 
-    pairs: Literal["halves", "adjacent"] = "halves"
-    angles: Literal["halves", "adjacent", "once"] = "halves"
-    place: Literal["first", "last"] = "first"
+    pairs: str = "halves"
+    angles: str = "halves"
+    place: str = "first"
 
     def __post_init__(self):
         for label, value, known in (
