@@ -53,8 +53,11 @@ class Seen(NamedTuple):
     rotary: Angles | None = None
 
     def only(self, which: slice | Tensor) -> "Seen":
-        turned = None if self.rotary is None else tuple(x if len(x) == 1 else x[which] for x in self.rotary)
-        return Seen(*(x[which] for x in self[:4]), turned)
+        q, k, v, target = (x[which] for x in self[:4])
+        if self.rotary is None:
+            return Seen(q, k, v, target)
+        cos, sin = (x if len(x) == 1 else x[which] for x in self.rotary)
+        return Seen(q, k, v, target, (cos, sin))
 
 
 Misfit = Callable[
