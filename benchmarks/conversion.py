@@ -23,8 +23,8 @@ from attngap.conversion.evaluate import Measures, baselines
 from attngap.conversion.linearize import bare_plan, linearize
 from attngap.conversion.quality import induction, on_text
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
+from attngap.heads.passages import passages
 from attngap.models.plan import Replacement
-from attngap.models.texts import passages
 
 YEARS = ("1960", "1975", "1985", "1998", "2010", "2014")
 CONTEXT = 1024

@@ -37,14 +37,14 @@ def statistics(context: int) -> dict[str, float]:
     """Forward pass of the body with every statistic of every row of every head, as --quick does it; best likewise."""
     import torch
 
-    from attngap.diagnosis.sequences import sequences
     from attngap.diagnosis.survey import survey
+    from attngap.heads.inputs import layer_inputs
     from attngap.models.capture import capture
 
     model, tokens = _inputs(context)
 
     def watch(call) -> None:
-        for one in sequences(call):
+        for one in layer_inputs(call):
             survey(one, window=64, sinks=4)
 
     seconds = []
@@ -72,8 +72,8 @@ def _repeats(context: int) -> int:
 
 
 def _inputs(context: int):
+    from attngap.heads.passages import passages
     from attngap.models.load import load
-    from attngap.models.texts import passages
 
     model, tokenizer = load(MODEL)
     return model, passages(tokenizer, context=context, count=1)

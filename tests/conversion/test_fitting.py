@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attngap.conversion.fitting import fit_all
-from attngap.conversion.replacement import build
 from attngap.errors import AttngapError
+from attngap.heads.replacement import build_replacement
 from attngap.mechanisms.fit import FitOptions
 from attngap.models.swap import layer_shapes
 from attngap.storage.checkpoint import open_checkpoint
@@ -24,7 +24,7 @@ def fitted(ray=None):
     """Errors and parameters of all layers of a tiny model."""
     model = tiny()
     tokens = torch.arange(1, 41).repeat(4, 2)[:, :64]
-    parts = {shape.layer: build(shape, plan(model).replacement, None)[0] for shape in layer_shapes(model)}
+    parts = {shape.layer: build_replacement(shape, plan(model).replacement, None)[0] for shape in layer_shapes(model)}
     options, quiet = FitOptions(steps=4, check=2), lambda *a, **k: None
     with open_checkpoint(None, {}) as checkpoint:
         errors = fit_all(model, parts, tokens, options, checkpoint, quiet, ray)

@@ -12,8 +12,8 @@ from attngap.diagnosis import stages
 from attngap.diagnosis.diagnose import _stress, diagnose, headline_rank
 from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.result import Diagnosis
-from attngap.diagnosis.sequences import sequences
 from attngap.errors import AttngapError
+from attngap.heads.inputs import layer_inputs
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.capture import capture
 from attngap.models.plan import Plan
@@ -310,7 +310,7 @@ def test_statistics_of_linear_heads_are_of_their_mechanisms_weights():
     call = seen[0]
     mixing = call.module.attngap.mechanism
     exact = mixing.weights(mixing.read(None, call.q, call.k, call.v))[0]
-    found = with_mixing(next(sequences(call)), call).weights()
+    found = with_mixing(next(layer_inputs(call)), call).weights()
     assert call.linear == (0, 2, 3)
     assert torch.allclose(found[[0, 2, 3]], exact[[0, 2, 3]], atol=1e-5)
     assert not torch.allclose(found[1], exact[1], atol=1e-2)

@@ -4,8 +4,8 @@ import pytest
 import tiny_models
 import torch
 
-from attngap.diagnosis.damage import run
 from attngap.diagnosis.replay import Replay
+from attngap.heads.forward import forward
 from attngap.models.capture import capture
 
 
@@ -20,15 +20,15 @@ def test_a_change_in_a_late_layer_needs_only_the_late_layers(family, skips):
 
     skipped = 0
     with torch.no_grad(), capture(model, double):
-        whole = run(model, ids)[0]
+        whole = forward(model, ids)[0]
     calls = len(ran)
     ran.clear()
     with torch.no_grad():
         replay = Replay(model, ids)
-        plain = replay.record(lambda: run(model, ids))[0]
+        plain = replay.record(lambda: forward(model, ids))[0]
         with replay.until(1) as skipped, capture(model, double):
-            again = run(model, ids)[0]
-        assert torch.equal(run(model, ids)[0], plain)
+            again = forward(model, ids)[0]
+        assert torch.equal(forward(model, ids)[0], plain)
     assert skipped == skips
     assert len(ran) == calls - skips
     assert torch.equal(again, whole)
@@ -39,8 +39,8 @@ def test_the_layers_come_back_after_an_error():
     model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
     with torch.no_grad():
         replay = Replay(model, ids)
-        before = replay.record(lambda: run(model, ids)).logits
+        before = replay.record(lambda: forward(model, ids)).logits
         with pytest.raises(KeyError), replay.until(2):
             raise KeyError
-        assert torch.equal(run(model, ids).logits, before)
+        assert torch.equal(forward(model, ids).logits, before)
     assert not any("forward" in vars(layer) for layer in model.model.layers)

@@ -6,9 +6,9 @@ import pytest
 import tiny_models
 import torch
 
-from attngap.diagnosis.sequences import sequences
 from attngap.diagnosis.statistics import measure
 from attngap.diagnosis.survey import summary, survey
+from attngap.heads.inputs import layer_inputs
 from attngap.models.capture import capture
 from attngap.theory.certificates import selection
 
@@ -34,7 +34,7 @@ def streamed(model, ids, mask=None, **options):
 
     def watch(call):
         period = None if call.cross else PERIOD
-        found[call.cross].append([measure(one, **NEAR, period=period, **options) for one in sequences(call)])
+        found[call.cross].append([measure(one, **NEAR, period=period, **options) for one in layer_inputs(call)])
 
     with torch.no_grad(), capture(model, watch):
         model(**tiny_models.inputs(model, ids, mask))
@@ -128,7 +128,7 @@ def test_spread_is_the_top_logit_above_the_mean(family):
     with torch.no_grad(), capture(model, calls.append):
         model(**tiny_models.inputs(model, ids))
     for call in calls:
-        (one,) = sequences(call)
+        (one,) = layer_inputs(call)
         rows = measure(one, **NEAR)
         logits = one.logits(slice(0, one.length), slice(0, one.k.shape[0])).double()
         allowed = logits > -1e29
@@ -139,13 +139,13 @@ def test_spread_is_the_top_logit_above_the_mean(family):
 
 def test_memory_beyond_the_result_does_not_grow_with_the_square_of_the_length(monkeypatch):
     """The largest logits that exist at a time stay within the block, whatever the length."""
-    from attngap.diagnosis.sequences import Sequence
+    from attngap.heads.inputs import LayerInputs
 
     sizes = []
     plain = Sequence.logits
     monkeypatch.setattr(Sequence, "logits", lambda self, rows, kv: sizes.append(plain(self, rows, kv)) or sizes[-1])
     for t in (256, 1024):
-        one = Sequence(torch.randn(4, t, 8), torch.randn(2, t, 8), torch.randn(2, t, 8), True)
+        one = LayerInputs(torch.randn(4, t, 8), torch.randn(2, t, 8), torch.randn(2, t, 8), True)
         measure(one, **NEAR, block=2**14)
     assert max(logits.numel() for logits in sizes) <= 2**14
 
@@ -170,7 +170,7 @@ def test_a_sharper_head_has_a_larger_entry_size():
 
 
 def tiny_sequence(t: int, size: float = 1.0):
-    from attngap.diagnosis.sequences import Sequence
+    from attngap.heads.inputs import LayerInputs
 
     torch.manual_seed(0)
-    return Sequence(torch.randn(4, t, 8) * size, torch.randn(2, t, 8), torch.randn(2, t, 8), True)
+    return LayerInputs(torch.randn(4, t, 8) * size, torch.randn(2, t, 8), torch.randn(2, t, 8), True)

@@ -43,8 +43,8 @@ def diagnose(
     """
     chosen = parse_ranks(ranks)
     from attngap.diagnosis.diagnose import diagnose as run
+    from attngap.heads.passages import read
     from attngap.models.load import load
-    from attngap.models.texts import read
 
     documents = read(text) if text else None
     loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)

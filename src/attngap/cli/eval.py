@@ -33,9 +33,9 @@ def evaluate(
     from attngap.conversion.evaluate import Measures
     from attngap.conversion.evaluate import evaluate as run
     from attngap.conversion.receipt import Receipt
+    from attngap.heads.passages import read
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
-    from attngap.models.texts import read
 
     receipt = Receipt.load(directory)
     measures = Measures(

@@ -55,9 +55,9 @@ def linearize(
     check_folder(output, overwrite)
     from attngap.conversion.linearize import bare_plan
     from attngap.conversion.linearize import linearize as run
+    from attngap.heads.passages import read
     from attngap.models.load import load
     from attngap.models.plan import Plan, Replacement
-    from attngap.models.texts import read
     from attngap.ops.pages import keep_freed
     from attngap.storage.checkpoint import PIECES
 

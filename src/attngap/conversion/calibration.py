@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.errors import AttngapError
-from attngap.models.fisher import draw
-from attngap.models.texts import passages, stress
+from attngap.heads.damage import draw_labels
+from attngap.heads.passages import passages, stress
 
 SAMPLE_LENGTH = 256  # at most, of one text the model writes: a step costs much the same for more of them
 SAMPLED, REPEATED = 0.2, 0.3  # shares of the passages; the rest is text
@@ -89,7 +89,7 @@ def samples(
     while tokens.shape[1] < length:
         result = model(step, past_key_values=cache, use_cache=True, **({"logits_to_keep": 1} if last_only else {}))
         odds = result.logits[:, -1:].float().index_fill(2, forbidden, -torch.inf).softmax(-1)
-        step = draw(odds, 1, generator)[:, 0]
+        step = draw_labels(odds, 1, generator)[:, 0]
         cache = result.past_key_values
         tokens = torch.cat((tokens, step), 1)
     return tokens.reshape(count, -1)[:, :context]

@@ -1,5 +1,6 @@
 """Choose the heads that keep softmax by what giving it back to each would do to the converted model as it is."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -9,20 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from attngap.conversion.joint import Judge, divergence, together
+from attngap.conversion.joint import Reference, divergence, geometric_mean
+from attngap.heads.choice import HeadIndex, Keep, best_heads
+from attngap.heads.damage import frozen, projections
 from attngap.mechanisms.base import Mechanism
-from attngap.models.capture import Call, capture
-from attngap.models.fisher import draw, frozen
+from attngap.models.capture import Call
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
-Head = tuple[int, int]  # layer, head
-Keep = frozenset[Head]
 ByLayer = dict[int, Float[Tensor, " h"]]
 SHRINK = 1.7  # by how much each round makes a keep set smaller
 TRADED = (0.5, 0.25, 0.1)  # shares of the wanted exchanges that are tried: all at once would overshoot
 
 
-def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Iterable[Head]) -> PreTrainedModel:
+def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Iterable[HeadIndex]) -> PreTrainedModel:
     """The model with every head of `mechanisms` replaced except those in `keep`; a layer all kept stays as it was."""
     kept = set(keep)
     layers = {
@@ -32,34 +32,32 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
     return swap(model, {layer: (m, heads) for layer, (m, heads) in layers.items() if len(heads) < m.heads})
 
 
-def damage(
-    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], judge: Judge, *, seed: int = 0
-) -> dict[Head, float]:
+def head_damage(
+    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], reference: Reference, *, seed: int = 0
+) -> dict[HeadIndex, float]:
     """What replacing each head alone would do (docs/theory.md 5.1), as a share of what all come to."""
     generator = torch.Generator().manual_seed(seed)
+
+    def change(call: Call) -> Tensor | None:
+        if call.layer not in mechanisms:
+            return None
+        with torch.no_grad():
+            return (call.output - mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)[1])[0]
+
     found = []
-    for tokens in judge.passages[:, None]:
-        shares = _no_shares(mechanisms, tokens.shape[1])
-
-        def watch(call: Call, shares: dict[int, Tensor] = shares) -> Tensor | None:
-            if call.cross or call.layer not in shares:
-                return None
-            with torch.no_grad():
-                change = call.output - mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)[1]
-            return call.output + shares[call.layer][..., None] * change
-
-        with frozen(original), torch.enable_grad(), capture(original, watch):
-            out = judge.read(original, tokens)
-        found.append(_information(out, shares, generator, labels=judge.labels))
+    for tokens in reference.passages[:, None]:
+        read = functools.partial(reference.outputs, original, tokens)
+        projected = projections(original, read, change, reference.directions, generator)
+        found.append({layer: reference.information(each[0]) for layer, each in projected.items()})
     return _of_all(found)
 
 
-def worth(
-    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, judge: Judge, *, seed: int = 0
-) -> tuple[dict[Head, float], Float[Tensor, " count"]]:
-    """What softmax in each head is worth to the model as converted now, and the divergence on each passage.
+def softmax_gains(
+    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, reference: Reference, *, seed: int = 0
+) -> tuple[dict[HeadIndex, float], Float[Tensor, " count"]]:
+    """What softmax in each head gains the model as converted now, and the divergence on each passage.
 
-    Worth is the divergence without softmax minus with it. With a_h the share of softmax in head h's output,
+    The gain is the divergence without softmax minus with it. With a_h the share of softmax in head h's output,
     o = o_replaced + a_h (o_softmax - o_replaced), the divergence is expanded to second order in a_h: its slope, and the
     Fisher information of a_h from labels drawn from the model. Both are those of the converted model, so they know
     what the other replacements do to this head.
@@ -72,17 +70,17 @@ def worth(
     }
     generator = torch.Generator().manual_seed(seed)
     losses, found = [], []
-    for tokens, teacher in judge.pairs():
+    for tokens, teacher in reference.pairs():
         shares = _no_shares(mechanisms, tokens.shape[1])
         parts = mixed_heads(model)
         hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
         with frozen(model), torch.enable_grad():
-            out = judge.read(model, tokens)
-            loss = divergence(out, teacher, labels=judge.labels)
+            out = reference.outputs(model, tokens)
+            loss = divergence(out, teacher, is_language_model=reference.is_language_model)
         for hook in hooks:
             hook.remove()
         slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
-        second = _information(out, shares, generator, labels=judge.labels)
+        second = _information(out, shares, reference, generator)
         pairs = zip(shares, slopes, strict=True)
         found.append({layer: sign[layer] * second[layer] - slope.sum(-1) for layer, slope in pairs})
         losses.append(loss.detach())
@@ -94,39 +92,26 @@ def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Fl
 
 
 def _information(
-    out: Tensor, shares: dict[int, Float[Tensor, "h t"]], generator: torch.Generator, *, labels: bool
+    out: Tensor, shares: dict[int, Float[Tensor, "h t"]], reference: Reference, generator: torch.Generator
 ) -> ByLayer:
     """Half the second derivative of the divergence in each head's share, by layer; `out` are logits or states."""
-    with torch.no_grad():
-        cotangent = _fisher_direction(out.detach(), generator, labels=labels)
-    grads = torch.autograd.grad(out, list(shares.values()), cotangent)
-    # of independent labels at each token, so squares add up over tokens
-    rows = out.shape[1]
-    squares = [grad.square().sum(-1) / rows / 2 if labels else grad.sum(-1).square() for grad in grads]
-    return dict(zip(shares, squares, strict=True))
+    (direction,) = reference.directions(out.detach(), generator)
+    grads = torch.autograd.grad(out, list(shares.values()), direction)
+    return {layer: reference.information(grad) for layer, grad in zip(shares, grads, strict=True)}
 
 
-def _of_all(found: list[ByLayer]) -> dict[Head, float]:
+def _of_all(found: list[ByLayer]) -> dict[HeadIndex, float]:
     """Mean over passages of each head's value relative to the sum of all positive ones.
 
     Passages are weighed alike, so that neither text nor recall drowns the other.
     """
-    total: dict[Head, float] = {}
+    total: dict[HeadIndex, float] = {}
     for values in found:
         scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
         for layer, value in values.items():
             for head, x in enumerate(value.tolist()):
                 total[layer, head] = total.get((layer, head), 0.0) + x / max(scale, 1e-12) / len(found)
     return total
-
-
-def _fisher_direction(out: Tensor, generator: torch.Generator, *, labels: bool) -> Tensor:
-    """A random cotangent whose covariance is the curvature of the divergence at the model's own output."""
-    if not labels:
-        return torch.randn(out.shape, generator=generator) / out.square().sum().sqrt()
-    odds = out.softmax(-1)
-    label = draw(odds, 1, generator)
-    return odds.neg_().scatter_add_(-1, label, torch.ones_like(odds[..., :1]))
 
 
 def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
@@ -152,28 +137,16 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
     return hook
 
 
-def best_of(scores: Mapping[Head, float], count: int, mechanisms: Mapping[int, Mechanism], *, grouped: bool) -> Keep:
-    """The `count` heads worth most, or the groups worth most until no further one fits."""
-    if not grouped:
-        ranked = sorted(scores, key=lambda head: (-scores[head], head))
-        return frozenset(ranked[:count])
-    groups: dict[tuple[int, int], list[Head]] = {}
-    for layer, head in sorted(scores):
-        m = mechanisms[layer]
-        groups.setdefault((layer, head // (m.heads // m.kv_heads)), []).append((layer, head))
-    ranked_groups = sorted(groups.values(), key=lambda heads: (-sum(scores[h] for h in heads), heads))
-    kept: list[Head] = []
-    for heads in ranked_groups:
-        if len(kept) + len(heads) <= count:
-            kept += heads
-    return frozenset(kept)
+def group_sizes(mechanisms: Mapping[int, Mechanism], *, grouped: bool) -> dict[int, int]:
+    """Heads by layer that stay or go together: those that share a key head, or each on its own."""
+    return {layer: m.heads // m.kv_heads if grouped else 1 for layer, m in mechanisms.items()}
 
 
 def prune(
     original: PreTrainedModel,
     mechanisms: Mapping[int, Mechanism],
     count: int,
-    judge: Judge,
+    reference: Reference,
     *,
     rounds: int,
     grouped: bool,
@@ -184,14 +157,14 @@ def prune(
     Damage is of one head alone. What a head is worth depends on which others are replaced, so it is asked anew on the
     way, while the model is still near the original and an expansion holds.
     """
-    scores = damage(original, mechanisms, judge)
+    scores = head_damage(original, mechanisms, reference)
     for left in reversed(range(rounds + 1)):
         size = min(len(scores), round(count * SHRINK**left))
-        keep = best_of(scores, size, mechanisms, grouped=grouped)
+        keep = best_heads(scores, size, group_sizes(mechanisms, grouped=grouped))
         if not left or not count:
             break
-        found, now = worth(original, mechanisms, keep, judge)
-        advance(note=f"{size} heads kept, divergence {together(now):.4f}")
+        found, now = softmax_gains(original, mechanisms, keep, reference)
+        advance(note=f"{size} heads kept, divergence {geometric_mean(now):.4f}")
         scores = {head: found[head] for head in keep}
     return keep
 
@@ -200,7 +173,7 @@ def refine(
     original: PreTrainedModel,
     mechanisms: Mapping[int, Mechanism],
     keep: Keep,
-    judge: Judge,
+    reference: Reference,
     *,
     rounds: int,
     grouped: bool,
@@ -208,13 +181,13 @@ def refine(
 ) -> Keep:
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
     for _ in range(rounds):
-        scores, losses = worth(original, mechanisms, keep, judge)
-        now = together(losses)
+        scores, losses = softmax_gains(original, mechanisms, keep, reference)
+        now = geometric_mean(losses)
         advance(note=f"divergence {now:.4f}")
         better = (
             tried
             for tried in _trades(scores, keep, mechanisms, grouped=grouped)
-            if together(judge(convert(original, mechanisms, tried))) < now
+            if geometric_mean(reference.divergence(convert(original, mechanisms, tried))) < now
         )
         found = next(better, None)
         if found is None:
@@ -224,10 +197,10 @@ def refine(
 
 
 def _trades(
-    scores: Mapping[Head, float], keep: Keep, mechanisms: Mapping[int, Mechanism], *, grouped: bool
+    scores: Mapping[HeadIndex, float], keep: Keep, mechanisms: Mapping[int, Mechanism], *, grouped: bool
 ) -> Iterator[Keep]:
     """Some of the exchanges that the scores ask for, the surest first, then fewer."""
-    wanted = best_of(scores, len(keep), mechanisms, grouped=grouped)
+    wanted = best_heads(scores, len(keep), group_sizes(mechanisms, grouped=grouped))
     if wanted == keep:
         return
     if grouped:

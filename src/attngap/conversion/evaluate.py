@@ -9,11 +9,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.conversion.quality import Quality, on_text, recall
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW
 from attngap.conversion.speed import Speed, speeds
-from attngap.mechanisms.base import Mechanism
-from attngap.mechanisms.catalogue import mechanism
+from attngap.heads.forward import is_language_model
+from attngap.heads.passages import passages
+from attngap.heads.replacement import window_only
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.swap import MixedHeads, mixed_heads, swap
-from attngap.models.texts import passages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +40,15 @@ def evaluate(
     context: int,
 ) -> tuple[dict[str, Quality], dict[str, list[Speed]]]:
     """Quality of the original, the converted model and the baselines; speed of the first two."""
-    labels = original.get_output_embeddings() is not None
+    predicts = is_language_model(original)
     pair = {ORIGINAL: original, CONVERTED: converted}
     models = pair | (baselines(original, converted, seed=measures.seed) if measures.baselines else {})
     if measures.text is None:
         tokens = passages(tokenizer, text, context=context, count=measures.passages, split="heldout")
     else:
         tokens = passages(tokenizer, measures.text, context=context, count=measures.passages, seed=measures.seed)
-    quality = on_text(models, tokens, labels=labels)
-    if labels and measures.trials:
+    quality = on_text(models, tokens, is_language_model=predicts)
+    if predicts and measures.trials:
         lengths = [length for length in measures.lengths if length <= context]
         recall(
             models,
@@ -60,7 +60,7 @@ def evaluate(
             trials=measures.trials,
             seed=measures.seed,
         )
-    speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to) if labels else {}
+    speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to) if predicts else {}
     return quality, speed
 
 
@@ -70,16 +70,12 @@ def baselines(original: PreTrainedModel, converted: PreTrainedModel, *, seed: in
     found = {}
     near = {layer: part.mechanism for layer, part in parts.items() if isinstance(part.mechanism, Hybrid)}
     if near and len(near) == len(parts):
-        found[WINDOW] = swap(original, {i: (_window_only(m), parts[i].keep.tolist()) for i, m in near.items()})
+        alone = {i: window_only(m, m.window, m.sinks, relative=m.relative) for i, m in near.items()}
+        found[WINDOW] = swap(original, {i: (m, parts[i].keep.tolist()) for i, m in alone.items()})
     kept = sum(len(part.keep) for part in parts.values())
     if kept:
         found[RANDOM] = swap(original, _random_heads(parts.values(), kept, seed))
     return found
-
-
-def _window_only(m: Hybrid) -> Mechanism:
-    options = {"window": m.window, "sinks": m.sinks, "scale": m.scale, "kv_heads": m.kv_heads, "relative": m.relative}
-    return mechanism("hybrid", m.heads, m.dim, m.value_dim, feature_map="none", gain="none", **options)
 
 
 def _random_heads(parts: Iterable[MixedHeads], kept: int, seed: int) -> dict[int, tuple]:

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from attngap import engine
 from attngap.errors import AttngapError
+from attngap.heads.forward import body_of, forward
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions, fit_layer
 from attngap.models.capture import Call, capture
@@ -72,10 +72,9 @@ def fit_all(
             raise _AllFitted
 
     if missing:
-        body: Any = model.base_model  # without the head: logits of all passages would not fit
-        cache = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
+        body = body_of(model)
         with torch.no_grad(), capture(body, watch), contextlib.suppress(_AllFitted):
-            body(input_ids=tokens, **cache)
+            forward(body, tokens)
     return torch.stack([errors[layer] for layer in mechanisms])
 
 

@@ -1,9 +1,7 @@
 """Fit all replacements together against the original's own predictions, because errors add up along the layers."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from attngap.models.fisher import frozen
+from attngap.heads import forward
+from attngap.heads.damage import frozen, label_directions, random_directions
 from attngap.models.swap import CHILD
 from attngap.storage.checkpoint import Checkpoint
 
@@ -20,19 +19,9 @@ WARM = 4  # steps until the full rate
 ROWS = 64  # tokens of logits handled at once
 
 
-def outputs(model: PreTrainedModel, tokens: Int[Tensor, "b t"], last: int | None = None) -> Tensor:
-    """Logits, of the `last` tokens only where that is said; or an encoder's last hidden states."""
-    options: dict[str, Any] = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
-    if last is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = last
-    result = model(input_ids=tokens, **options)
-    logits = getattr(result, "logits", None)
-    return result.last_hidden_state if logits is None else logits if last is None else logits[:, -last:]
-
-
-def divergence(student: Tensor, teacher: Tensor, *, labels: bool) -> Float[Tensor, ""]:
+def divergence(student: Tensor, teacher: Tensor, *, is_language_model: bool) -> Float[Tensor, ""]:
     """Mean KL(teacher || student) in nats a token; for an encoder the relative squared error of its hidden states."""
-    if not labels:
+    if not is_language_model:
         return (student - teacher).square().sum() / teacher.square().sum()
     return _Divergence.apply(student.flatten(0, 1), teacher.flatten(0, 1))
 
@@ -66,8 +55,8 @@ class _Divergence(torch.autograd.Function):
         return gradient if bool(scale[0] == 1) else gradient * scale[0], None
 
 
-class Judge:
-    """The divergence on some passages, which the original reads once.
+class Reference:
+    """What the original makes of some passages: the divergence of a converted model is measured against it.
 
     The first `exact` tokens of a passage are left out where others follow: no replacement changes them.
     """
@@ -75,32 +64,50 @@ class Judge:
     @torch.no_grad()
     def __init__(self, original: PreTrainedModel, passages: Int[Tensor, "count context"], exact: int = 0):
         self.passages = passages
-        self.labels = original.get_output_embeddings() is not None
+        self.is_language_model = forward.is_language_model(original)
         context = passages.shape[1]
-        self._last = context - exact if self.labels and 0 < exact < context else None
+        self._last = context - exact if self.is_language_model and 0 < exact < context else None
+        self._rows = context if self._last is None else self._last
         # float16 halves 200 MB a passage; logits of 30 are rounded by 0.01, a divergence by less than 0.0001.
-        kept = torch.float16 if self.labels else torch.float32
-        self._teachers = [self.read(original, passage[None]).to(kept) for passage in passages]
+        kept = torch.float16 if self.is_language_model else torch.float32
+        self._teachers = [self.outputs(original, passage[None]).to(kept) for passage in passages]
 
-    def read(self, model: PreTrainedModel, tokens: Int[Tensor, "1 context"]) -> Tensor:
+    def outputs(self, model: PreTrainedModel, tokens: Int[Tensor, "1 context"]) -> Tensor:
         """What a model makes of a passage of this length, where replacements can change it."""
-        return outputs(model, tokens, self._last)
+        return forward.outputs(model, tokens, self._last)
 
     def pairs(self) -> Iterator[tuple[Int[Tensor, "1 context"], Tensor]]:
         """Each passage and what the original makes of it."""
         for passage, teacher in zip(self.passages, self._teachers, strict=True):
             yield passage[None], teacher.float()
 
+    def loss(self, converted: PreTrainedModel, passage: Int[Tensor, "1 context"], teacher: Tensor) -> Float[Tensor, ""]:
+        """The divergence on one passage, of which the original makes `teacher`."""
+        return divergence(self.outputs(converted, passage), teacher, is_language_model=self.is_language_model)
+
+    def directions(self, output: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+        """One random cotangent whose covariance is the curvature of the divergence at the model's own output."""
+        if self.is_language_model:
+            return label_directions(output, generator)
+        size = output.square().sum().sqrt()
+        return (direction / size for direction in random_directions(output, generator))
+
+    def information(self, projected: Float[Tensor, "h t"]) -> Float[Tensor, " h"]:
+        """Half the second derivative of the divergence in each head's share, from projections on one direction."""
+        if not self.is_language_model:
+            return projected.sum(-1).square()
+        # Labels of different tokens are independent, so squares add up over tokens.
+        return projected.square().sum(-1) / self._rows / 2
+
     @torch.no_grad()
-    def __call__(self, converted: PreTrainedModel) -> Float[Tensor, " count"]:
-        losses = [
-            divergence(self.read(converted, passage), teacher, labels=self.labels) for passage, teacher in self.pairs()
-        ]
+    def divergence(self, converted: PreTrainedModel) -> Float[Tensor, " count"]:
+        """Of a converted model on each passage."""
+        losses = [self.loss(converted, passage, teacher) for passage, teacher in self.pairs()]
         return torch.stack(losses)
 
 
-def together(losses: Float[Tensor, " count"]) -> float:
-    """The geometric mean, so that halving the damage to recall counts as much as halving that to text."""
+def geometric_mean(losses: Float[Tensor, " count"]) -> float:
+    """The one number a choice goes by: so halving the damage to recall counts as much as halving that to text."""
     return float(losses.double().clamp(min=1e-9).log().mean().exp())
 
 
@@ -108,13 +115,13 @@ def fit_jointly(
     original: PreTrainedModel,
     converted: PreTrainedModel,
     passages: Int[Tensor, "steps context"],
-    judge: Judge,
+    reference: Reference,
     *,
     rate: float,
     checkpoint: Checkpoint,
     advance: Callable[..., None],
 ) -> tuple[float, float]:
-    """Train the converted model's own parameters in place, a passage a step; the judge's divergence before and after.
+    """Train the converted model's own parameters in place, one passage per step; the divergence before and after.
 
     It is the geometric mean over its passages. Where it has risen, the parameters are as they were before.
     """
@@ -122,22 +129,25 @@ def fit_jointly(
     optimizer = torch.optim.Adam(trained.values(), lr=rate)
     begun = _copy(trained)
     resumed = checkpoint.get("joint")
-    start, before = (0, together(judge(converted))) if resumed is None else _resume(resumed, trained, optimizer)
+    if resumed is None:
+        start, before = 0, geometric_mean(reference.divergence(converted))
+    else:
+        start, before = _resume(resumed, trained, optimizer)
     advance(start)
     with frozen(converted, but=trained.values()):
         for step, passage in enumerate(passages[start:, None], start):
             for group in optimizer.param_groups:
                 group["lr"] = rate * _pace(step, len(passages))
             with torch.no_grad():
-                teacher = judge.read(original, passage)
+                teacher = reference.outputs(original, passage)
             optimizer.zero_grad()
-            loss = divergence(judge.read(converted, passage), teacher, labels=judge.labels)
+            loss = reference.loss(converted, passage, teacher)
             loss.backward()
             optimizer.step()
             advance(note=f"divergence {loss.item():.4f}")
             if (step + 1) % CHECK == 0:
                 checkpoint.put("joint", _pack(step + 1, before, trained, optimizer))
-    after = together(judge(converted))
+    after = geometric_mean(reference.divergence(converted))
     with torch.no_grad():
         for name, p in trained.items():
             p.grad = None

@@ -13,14 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.calibration import Shares, calibration, repeats
-from attngap.conversion.choose import Keep, best_of, convert, damage, prune, refine
+from attngap.conversion.choose import convert, group_sizes, head_damage, prune, refine
 from attngap.conversion.evaluate import Measures, evaluate
 from attngap.conversion.fitting import fit_all
-from attngap.conversion.joint import Judge, fit_jointly, trainable
+from attngap.conversion.joint import Reference, fit_jointly, trainable
 from attngap.conversion.quality import perplexity
 from attngap.conversion.receipt import Receipt
-from attngap.conversion.replacement import build, choose_replacement
 from attngap.errors import AttngapError
+from attngap.heads.choice import Keep, best_heads
+from attngap.heads.forward import is_language_model
+from attngap.heads.passages import passages
+from attngap.heads.replacement import build_replacement, resolve_replacement
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions
 from attngap.mechanisms.variants.hybrid import Hybrid
@@ -28,7 +31,6 @@ from attngap.models.lora import add_lora
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.save import Base, describe, mark, weights_hash
 from attngap.models.swap import LayerShape, layer_shapes
-from attngap.models.texts import passages
 from attngap.progress import progress
 from attngap.provenance import provenance
 from attngap.storage.checkpoint import Checkpoint, open_checkpoint
@@ -70,15 +72,15 @@ def linearize(
     """
     text = text if text is None or isinstance(text, str) else list(text)
     plan.check(model)
-    replacement, alone = choose_replacement(plan.replacement, mechanism=mechanism, window=window, sinks=sinks)
+    replacement, standalone = resolve_replacement(plan.replacement, mechanism=mechanism, window=window, sinks=sinks)
     _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio)
     shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
     _check_obstacles(plan, shapes)
-    built = {shape.layer: build(shape, replacement, alone, reach=context) for shape in shapes}
+    built = {shape.layer: build_replacement(shape, replacement, standalone, reach=context) for shape in shapes}
     options = {
-        "mechanism": alone or replacement.feature_map,
-        "window": 0 if alone else replacement.window,
-        "sinks": 0 if alone else replacement.sinks,
+        "mechanism": standalone or replacement.feature_map,
+        "window": 0 if standalone else replacement.window,
+        "sinks": 0 if standalone else replacement.sinks,
         "context": context,
         "tokens": tokens,
         "steps": steps,
@@ -137,7 +139,7 @@ class _Run:
     ):
         self.model, self.tokenizer, self.plan, self.text = model, tokenizer, plan, text
         self.options, self.mechanisms, self.checkpoint, self.quiet = options, mechanisms, checkpoint, quiet
-        self.labels = model.get_output_embeddings() is not None
+        self.is_language_model = is_language_model(model)
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.errors: Tensor | None = None
@@ -154,7 +156,7 @@ class _Run:
 
     def _calibrate(self) -> Int[Tensor, "count context"]:
         context, seed = self.options["context"], self.options["seed"]
-        shares = Shares.of(self.options["tokens"] // context, generative=self.labels)
+        shares = Shares.of(self.options["tokens"] // context, generative=self.is_language_model)
         with self._stage("calibration text", 1):
             done = self.checkpoint.get("tokens")
             if done is not None:
@@ -184,18 +186,20 @@ class _Run:
             keep = self._smallest()
         elif o["keep"] is not None:
             count = round(o["keep"] * heads)
-            return prune(self.model, self.mechanisms, count, self._judge, **options)
+            return prune(self.model, self.mechanisms, count, self._reference, **options)
         else:
             keep = frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
         if not 0 < len(keep) < heads:
             return keep
-        return refine(self.model, self.mechanisms, keep, self._judge, **options)
+        return refine(self.model, self.mechanisms, keep, self._reference, **options)
 
     @functools.cached_property
-    def _judge(self) -> Judge:
+    def _reference(self) -> Reference:
         """The held-out passages; of a language model one more that asks for recall, which then counts half of all."""
         heldout = self.tokens[-self.heldout :]
-        return Judge(self.model, torch.cat([heldout, self._repeats(JUDGED)]) if self.labels else heldout, self._exact)
+        if self.is_language_model:
+            heldout = torch.cat([heldout, self._repeats(JUDGED)])
+        return Reference(self.model, heldout, self._exact)
 
     @property
     def _exact(self) -> int:
@@ -215,14 +219,14 @@ class _Run:
         """Bisection over the number of kept heads, ordered by the damage their replacements do."""
         target = self.options["max_ppl_ratio"]
         judged = passages(self.tokenizer, self.text, context=self.options["context"], count=2, split="heldout")
-        scores = damage(self.model, self.mechanisms, self._judge)
-        grouped = self.plan.granularity == "group"
+        scores = head_damage(self.model, self.mechanisms, self._reference)
+        group = group_sizes(self.mechanisms, grouped=self.plan.granularity == "group")
         before = perplexity(self.model, judged)
         low, high, best = 0, self._heads(), frozenset(scores)
         ratio = 1.0
         while low < high:
             middle = (low + high) // 2
-            keep = best_of(scores, middle, self.mechanisms, grouped=grouped)
+            keep = best_heads(scores, middle, group)
             found = perplexity(convert(self.model, self.mechanisms, keep), judged) / before
             if found <= target:
                 high, best, ratio = middle, keep, found
@@ -246,7 +250,7 @@ class _Run:
                 self.model,
                 converted,
                 self._rehearsal(),
-                self._judge,
+                self._reference,
                 rate=JOINT_RATE,
                 checkpoint=self.checkpoint,
                 advance=advance,
@@ -263,7 +267,7 @@ class _Run:
         generator = torch.Generator().manual_seed(o["seed"])
         order = torch.cat([torch.randperm(train, generator=generator) for _ in range(-(-o["joint"] // train))])
         chosen = self.tokens[order[: o["joint"]]]
-        if self.labels:
+        if self.is_language_model:
             for step in range(o["joint"]):
                 if step % 4 < 3:
                     chosen[step] = self._repeats(REHEARSED + step)[0]

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attngap.conversion.joint import divergence, outputs
-from attngap.models.texts import passages, special_tokens, stress
+from attngap.conversion.joint import divergence
+from attngap.heads.forward import outputs
+from attngap.heads.passages import passages, special_tokens, stress
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 DIGITS = 5
@@ -32,7 +33,7 @@ class Quality(BaseModel):
 
 @torch.no_grad()
 def on_text(
-    models: Mapping[str, PreTrainedModel], tokens: Int[Tensor, "count context"], *, labels: bool
+    models: Mapping[str, PreTrainedModel], tokens: Int[Tensor, "count context"], *, is_language_model: bool
 ) -> dict[str, Quality]:
     """Perplexity and divergence of each model; the first is the original."""
     names = list(models)
@@ -44,10 +45,10 @@ def on_text(
             if teacher is None:
                 teacher = out
             else:
-                apart[name] += float(divergence(out, teacher, labels=labels)) / len(tokens)
-            if labels:
+                apart[name] += float(divergence(out, teacher, is_language_model=is_language_model)) / len(tokens)
+            if is_language_model:
                 loss[name] += float(F.cross_entropy(out[0, :-1].float(), passage[0, 1:])) / len(tokens)
-    if not labels:
+    if not is_language_model:
         return {name: Quality(divergence=apart[name]) for name in names}
     return {
         name: Quality(

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from attngap.diagnosis.damage import score
-from attngap.diagnosis.replacement import BARRIERS, LINEAR
 from attngap.diagnosis.result import Head, Read
 from attngap.diagnosis.stages import STRESS, Job
 from attngap.diagnosis.survey import summary
+from attngap.heads.damage import score
+from attngap.heads.obstacles import LINEAR, OBSTACLES
 
 MEASURED = ("entropy", "top", "sink", "near", "far", "kappa", "kappa_p10", "kappa_p90", "selecting", "on_sink")
 MEASURED += ("n_star", "spread", "logit_ratio")
@@ -68,14 +68,14 @@ def coarsening(job: Job) -> tuple[int, int]:
 
 def _statistics(job: Job, layer: int) -> list[dict[str, Any]]:
     pieces = [_piece(job, f"rows-{i}-{layer}") for i in range(len(job.text))]
-    text, barrier = summary(pieces), int(pieces[0]["barrier"])
+    text, barred = summary(pieces), int(pieces[0]["obstacle"])
     stress = _piece(job, f"rows-{STRESS}-{layer}")
     rows = []
     for head in range(job.shape.heads):
         row = {name: _number(text[name][head]) for name in MEASURED}
         row |= {name: _number(stress[name][head]) for name in ("previous", "duplicate", "induction")}
         row["stress_far"] = max(0.0, 1 - float(stress["sink"][head] + stress["near"][head]))
-        why = LINEAR if pieces[0]["linear"][head] else "" if barrier < 0 else BARRIERS[barrier]
+        why = LINEAR if pieces[0]["linear"][head] else "" if barred < 0 else OBSTACLES[barred]
         row |= {"replaceable": not why, "reason": why}
         rows.append(row)
     return rows
@@ -129,9 +129,9 @@ def _damages(job: Job, layer: int, rank: int | None) -> list[dict[str, Any]]:
     """
     rows = _piece(job, f"rows-0-{layer}")
     linear = rows["linear"]
-    found = {
-        name: score(_piece(job, f"damage-{name}")[str(layer)], labels=job.shape.labels) for name, _ in job.damaged()
-    }
+    labels = job.shape.is_language_model
+    pieces = {name: _piece(job, f"damage-{name}")[str(layer)] for name, _ in job.damaged()}
+    found = {name: score(piece, is_language_model=labels) for name, piece in pieces.items()}
     stress, first = found.pop(STRESS), found["0"]  # (1 + ranks, h)
     fitted = torch.stack([one[0] for one in found.values()]).mean(0)
     place = None if rank is None else job.depth.ranks.index(rank)
@@ -142,7 +142,7 @@ def _damages(job: Job, layer: int, rank: int | None) -> list[dict[str, Any]]:
             row["recall_unavoidables"] = stress[1:, head].tolist()
             row["unavoidables"] = first[1:, head].tolist()
             row["unavoidable"] = row["unavoidables"][place]
-        if not linear[head] and int(rows["barrier"]) < 0:
+        if not linear[head] and int(rows["obstacle"]) < 0:
             damage = float(fitted[head])
             row |= {"damage": damage, "recall_damage": float(stress[0, head])}
             if place is not None:

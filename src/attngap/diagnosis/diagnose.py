@@ -15,9 +15,9 @@ from attngap.diagnosis.stages import DEPTH, Job, Shape, estimate_damage, look_de
 from attngap.diagnosis.verdicts import judge
 from attngap.diagnosis.verify import verify as measure_damage
 from attngap.errors import AttngapError
+from attngap.heads.passages import PERIOD, stress
+from attngap.heads.passages import passages as cut
 from attngap.models.plan import ModelFacts, Replacement, architecture, fingerprint
-from attngap.models.texts import PERIOD, stress
-from attngap.models.texts import passages as cut
 from attngap.provenance import provenance
 from attngap.storage.checkpoint import PIECES, claimed, open_checkpoint
 
@@ -111,7 +111,7 @@ def _assemble(job: Job, tokenizer, facts: ModelFacts, options: dict, seconds: di
     deep = not options["quick"]
     rank = headline_rank(job.depth.ranks, job.shape) if deep and job.depth.ranks else None
     heads = assemble.heads(job, tokenizer, rank, deep=deep)
-    judge(heads, KEEP, rank, "nats" if job.shape.labels else "of squared embedding change")
+    judge(heads, KEEP, rank, "nats" if job.shape.is_language_model else "of squared embedding change")
     result = Diagnosis(
         model=facts,
         options=options,
@@ -133,7 +133,7 @@ def headline_rank(ranks: Sequence[int], shape: Shape) -> int:
 
 
 def _unit(shape: Shape) -> str:
-    if shape.labels:
+    if shape.is_language_model:
         return "nats a token: KL divergence to second order, labels drawn from the model"
     return "squared change of the normalized mean-pooled embedding (an encoder has no labels)"
 

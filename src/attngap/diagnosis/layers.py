@@ -7,15 +7,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attngap.diagnosis.bounds import bounds
-from attngap.diagnosis.replacement import barrier, new_replacement, output, relative_error, streams, untrained
-from attngap.diagnosis.sequences import Sequence
+from attngap.heads.inputs import LayerInputs
+from attngap.heads.obstacles import obstacle
+from attngap.heads.replacement import build_replacement, output, relative_error, streams, window_only
 from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.catalogue import mechanism
 from attngap.mechanisms.fit import QUICK, fit_layer
 from attngap.models.plan import Replacement
 
 PATTERN = 64  # an attention pattern is kept as a picture of this many squares a side
 READS = 6  # far pairs of tokens kept for each head
 SPECTRUM = 128  # singular values kept
+UNTRAINED = ("elu", "relu", "favor", "hedgehog")
 FIT = dataclasses.replace(QUICK, steps=20, check=20)  # a quarter of the steps go to the rehearsal
 
 
@@ -27,30 +30,30 @@ class Depth:
     replacement: Replacement
 
 
-def examine(sequence: Sequence, exact: Float[Tensor, "h t dv"], depth: Depth) -> dict[str, Tensor]:
+def examine(inputs: LayerInputs, exact: Float[Tensor, "h t dv"], depth: Depth) -> dict[str, Tensor]:
     """One layer on one sequence: certificates, a picture of the weights, and the error of untrained mechanisms.
 
     Heads that are linear already have a picture only; zeros stand where their certificates would be.
     """
-    weights, near = sequence.weights(), depth.replacement
+    weights, near = inputs.weights(), depth.replacement
     out = {"pattern": pattern(weights), **reads(weights, near.window, near.sinks)}
-    softmax = [head for head in range(sequence.heads) if head not in sequence.linear]
+    softmax = [head for head in range(inputs.heads) if head not in inputs.linear]
     if softmax and depth.ranks:
-        out |= _certificates(weights, sequence, softmax, depth)
-    if barrier(sequence) is None:
-        for name, candidate in untrained(sequence, near).items():
-            out[f"error.{name}"] = relative_error(output(candidate, sequence), exact)
+        out |= _certificates(weights, inputs, softmax, depth)
+    if obstacle(inputs) is None:
+        for name, candidate in untrained(inputs, near).items():
+            out[f"error.{name}"] = relative_error(output(candidate, inputs), exact)
     return out
 
 
-def _certificates(weights: Tensor, sequence: Sequence, heads: list[int], depth: Depth) -> dict[str, Tensor]:
-    values, near = sequence.v.repeat_interleave(sequence.group, 0), depth.replacement
+def _certificates(weights: Tensor, inputs: LayerInputs, heads: list[int], depth: Depth) -> dict[str, Tensor]:
+    values, near = inputs.v.repeat_interleave(inputs.group, 0), depth.replacement
     found = bounds(
-        weights[heads], values[heads], depth.ranks, window=near.window, sinks=near.sinks, causal=sequence.causal
+        weights[heads], values[heads], depth.ranks, window=near.window, sinks=near.sinks, causal=inputs.causal
     )
 
     def placed(part: Tensor) -> Tensor:
-        whole = part.new_zeros(sequence.heads, *part.shape[1:])
+        whole = part.new_zeros(inputs.heads, *part.shape[1:])
         whole[heads] = part
         return whole
 
@@ -62,6 +65,15 @@ def _certificates(weights: Tensor, sequence: Sequence, heads: list[int], depth: 
         "change": placed(found.change.to(torch.bfloat16)),
         "cuts": torch.tensor([found.cuts, found.possible]),
     }
+
+
+def untrained(inputs: LayerInputs, options: Replacement) -> dict[str, Mechanism]:
+    """Mechanisms without training, to show what fitting is worth; and for causal heads sinks and window alone."""
+    shape = {"heads": inputs.heads, "dim": inputs.dim, "value_dim": inputs.value_dim, "kv_heads": inputs.kv_heads}
+    found = {name: mechanism(name, **shape, causal=inputs.causal) for name in UNTRAINED}
+    if inputs.causal:
+        found["window"] = window_only(inputs, options.window, options.sinks)
+    return found
 
 
 def pattern(weights: Float[Tensor, "h t s"]) -> Tensor:
@@ -81,35 +93,35 @@ def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str,
     return {"read_weight": weight, "read_query": query, "read_key": key.gather(-1, query)}
 
 
-def fit(batch: list[Sequence], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism | None:
+def fit(batch: list[LayerInputs], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism | None:
     """A replacement fitted to the layer's own outputs, or None where there is none for such a layer.
 
     The first of the batch is the rehearsal. Of several others the last is held out; a single one is trained on.
     """
-    if barrier(batch[0]) is not None:
+    if obstacle(batch[0]) is not None:
         return None
-    candidate = new_replacement(batch[0], options)
+    candidate, _ = build_replacement(batch[0], options)
     q, k, v = streams(batch)
     with torch.enable_grad():
         fit_layer(candidate, q, k, v, exact, dataclasses.replace(FIT, heldout=int(len(batch) > 2)))
     return candidate.requires_grad_(False)
 
 
-def monotonicity(candidate: Mechanism, sequence: Sequence, rows: int = 16) -> Float[Tensor, " h"]:
+def monotonicity(candidate: Mechanism, inputs: LayerInputs, rows: int = 16) -> Float[Tensor, " h"]:
     """Mean rank correlation, over some rows, of the replacement's far weights with the exact logits (2402.04347).
 
     One means that the feature map orders distant keys as softmax does, whatever their sizes.
     """
-    q, k, v = streams([sequence])
-    half = sequence.length // 2
-    picked = torch.linspace(half, sequence.length - 1, min(rows, sequence.length - half)).long()
+    q, k, v = streams([inputs])
+    half = inputs.length // 2
+    picked = torch.linspace(half, inputs.length - 1, min(rows, inputs.length - half)).long()
     far = max(2, half - getattr(candidate, "window", 0))
     with torch.no_grad():
         read = candidate.read(None, q, k, v)
     fq, fk = (read.q, read.k) if read.fq is None or read.fk is None else (read.fq, read.fk)
     scores, logits = (
-        x[:, picked] @ y[:, :far].repeat_interleave(sequence.group, 0).mT
-        for x, y in ((fq[0], fk[0]), (sequence.q, sequence.k))
+        x[:, picked] @ y[:, :far].repeat_interleave(inputs.group, 0).mT
+        for x, y in ((fq[0], fk[0]), (inputs.q, inputs.k))
     )
     return _spearman(scores, logits).mean(-1)
 

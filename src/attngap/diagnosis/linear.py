@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngap.diagnosis.sequences import FORBIDDEN, Sequence
+from attngap.heads.inputs import FORBIDDEN, LayerInputs
 from attngap.models.capture import CONVERTED, Call
 
 
-def with_mixing(sequence: Sequence, call: Call, row: int = 0) -> Sequence:
+def with_mixing(inputs: LayerInputs, call: Call, row: int = 0) -> LayerInputs:
     """Row `row` of the call, in which the logits of linear heads are logarithms of the weights they really have.
 
     Weights of mechanisms without a normalizer may be negative: then shares are of absolute weight.
     """
     if not call.linear:
-        return sequence
+        return inputs
     replaced: Any = call.module.get_submodule(CONVERTED)
     streams = (x[row : row + 1] for x in (call.q, call.k, call.v))
     with torch.no_grad():
         weights: Tensor = replaced.mechanism.weights(replaced.mechanism.read(None, *streams))
     share = weights[0, list(call.linear)].float().abs()
     share = share / share.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
-    return dataclasses.replace(sequence, mixing=share.log().clamp(min=FORBIDDEN))
+    return dataclasses.replace(inputs, mixing=share.log().clamp(min=FORBIDDEN))

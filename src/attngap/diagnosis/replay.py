@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attngap.diagnosis.damage import run
+from attngap.heads.forward import forward
 from attngap.models.capture import capture
 
 
@@ -18,11 +18,11 @@ class Replay:
     def __init__(self, model: PreTrainedModel, tokens: Int[Tensor, "1 t"]):
         modules: list[nn.Module] = []
         with capture(model, lambda call: None if call.cross else modules.append(call.module)):
-            run(model, tokens[:, :2])
+            forward(model, tokens[:, :2])
         self.stack = stack_of(model, modules)
         self.outputs: list[Any] = [None] * len(self.stack)
 
-    def record(self, forward: Callable[[], Any]) -> Any:
+    def record(self, run: Callable[[], Any]) -> Any:
         """The result of a full run, whose layers' outputs are kept."""
 
         def note(place: int) -> Callable[..., None]:
@@ -33,7 +33,7 @@ class Replay:
 
         hooks = [block.register_forward_hook(note(place)) for place, block in enumerate(self.stack)]
         try:
-            return forward()
+            return run()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from attngap.errors import AttngapError, missing_extra
+from attngap.heads.choice import ranked_units
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
 from attngap.storage.files import write_atomically, write_text
 
@@ -146,7 +147,7 @@ class Diagnosis(_Strict):
         """
         if not 0 <= keep <= 1:
             raise AttngapError(f"keep must be a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
-        ordered = self._ordered(granularity)
+        ordered = self._ranked(granularity)
         count = round(keep * len(ordered))
         fixed = [(h.layer, h.head) for h in self.heads if not h.replaceable and h.verdict != "linear"]
         kept = [(h.layer, h.head) for unit in ordered[:count] for h in unit]
@@ -158,18 +159,18 @@ class Diagnosis(_Strict):
             curve=self._curve(ordered),
         )
 
-    def _ordered(self, granularity: Literal["head", "group"]) -> list[list[Head]]:
+    def _ranked(self, granularity: Literal["head", "group"]) -> list[list[Head]]:
         """Replaceable heads, or groups of them, the most important first."""
-        units: dict[tuple[int, int], list[Head]] = {}
-        for head in self.heads:
-            if head.replaceable:
-                if head.importance is None:
-                    raise AttngapError(
-                        "This diagnosis has no damage estimate, so there is nothing to plan by. "
-                        "Run `attngap diagnose` without --quick"
-                    )
-                units.setdefault((head.layer, head.head if granularity == "head" else head.kv_head), []).append(head)
-        return sorted(units.values(), key=lambda unit: -sum(head.importance or 0.0 for head in unit))
+        heads = {(head.layer, head.head): head for head in self.heads if head.replaceable}
+        if any(head.importance is None for head in heads.values()):
+            raise AttngapError(
+                "This diagnosis has no damage estimate, so there is nothing to plan by. "
+                "Run `attngap diagnose` without --quick"
+            )
+        size = self.model.heads // self.model.kv_heads if granularity == "group" else 1
+        scores = {place: head.importance or 0.0 for place, head in heads.items()}
+        units = ranked_units(scores, dict.fromkeys(range(self.model.layers), size))
+        return [[heads[place] for place in unit] for unit in units]
 
     def _curve(self, ordered: list[list[Head]]) -> tuple[Point, ...]:
         """Predicted damage when the first 0, 1, 2, ... units keep softmax; single-head estimates, added up."""

@@ -1,6 +1,7 @@
 """The passes over the model. Each leaves its pieces in the work folder and skips those that are there already."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,15 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attngap.diagnosis.damage import projections, run
 from attngap.diagnosis.layers import Depth, examine, fit, monotonicity
 from attngap.diagnosis.linear import with_mixing
-from attngap.diagnosis.replacement import barrier, new_replacement, output, relative_error
-from attngap.diagnosis.sequences import Sequence, sequences
 from attngap.diagnosis.survey import survey
 from attngap.errors import AttngapError
+from attngap.heads.damage import label_directions, projections, random_directions
+from attngap.heads.forward import body_of, embedding, forward, is_language_model
+from attngap.heads.inputs import LayerInputs, layer_inputs
+from attngap.heads.obstacles import obstacle
+from attngap.heads.replacement import build_replacement, output, relative_error
 from attngap.models.capture import Call, capture
 from attngap.progress import progress
 from attngap.storage.checkpoint import Checkpoint
@@ -36,7 +39,7 @@ class Shape:
     head_dim: int
     cross: int  # cross-attention calls
     causal: bool
-    labels: bool  # predicts tokens, so damage is a KL divergence; else it is a change of embedding
+    is_language_model: bool  # predicts tokens, so damage is a KL divergence; else it is a change of embedding
     linear: int  # heads that an earlier conversion replaced
 
 
@@ -70,7 +73,7 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
     """Look at a few tokens: how many layers and heads there are, and whether the model can be watched at all."""
     seen: list[Call] = []
     with torch.no_grad(), capture(model, lambda call: seen.append(call)):
-        labels = getattr(run(model, tokens[:, :8]), "logits", None) is not None
+        forward(model, tokens[:, :8])
     own = [call for call in seen if not call.cross]
     sizes = {(call.heads, call.kv_heads, call.q.shape[-1]) for call in own}
     if len(sizes) != 1:
@@ -86,7 +89,7 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
         head_dim=dim,
         cross=len(seen) - len(own),
         causal=all(call.causal for call in own),
-        labels=labels,
+        is_language_model=is_language_model(model),
         linear=sum(len(call.linear) for call in own),
     )
 
@@ -105,7 +108,7 @@ def take_statistics(job: Job) -> None:
                 piece = f"{'cross' if call.cross else 'rows'}-{name}-{call.layer}"
                 if not job.checkpoint.has(piece):
                     period = job.period if name == STRESS and not call.cross else None
-                    one = with_mixing(next(sequences(call)), call)
+                    one = with_mixing(next(layer_inputs(call)), call)
                     job.checkpoint.put(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
                 advance(note=f"layer {call.layer}")
 
@@ -134,7 +137,7 @@ def _text_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
         return
     if not job.checkpoint.has(f"fit-{call.layer}"):
         advance(0, note=f"layer {call.layer}: fitting")
-        candidate = fit(list(sequences(call)), call.output, job.depth.replacement)
+        candidate = fit(list(layer_inputs(call)), call.output, job.depth.replacement)
         job.checkpoint.put(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
     advance(0, note=f"layer {call.layer}: {'floors' if job.depth.ranks else 'errors'}")
     _examine(job, "0", call, first=1)
@@ -152,7 +155,7 @@ def _examine(job: Job, name: str, call: Call, first: int) -> None:
     """Certificates of the batch's `first` passage; errors of the fit on that and all later ones."""
     if _deep(job, name, call.layer):
         return
-    batch, exact = list(sequences(call))[first:], call.output[first:]
+    batch, exact = list(layer_inputs(call))[first:], call.output[first:]
     found = examine(with_mixing(batch[0], call, first), exact[0], job.depth)
     candidate = load_fit(job, call.layer, batch[0])
     if candidate is not None:
@@ -162,11 +165,11 @@ def _examine(job: Job, name: str, call: Call, first: int) -> None:
     job.checkpoint.put(f"deep-{name}-{call.layer}", found)
 
 
-def load_fit(job: Job, layer: int, one: Sequence):
+def load_fit(job: Job, layer: int, one: LayerInputs):
     """The layer's fitted replacement from its piece; None where a layer cannot be replaced."""
-    if barrier(one) is not None:
+    if obstacle(one) is not None:
         return None
-    candidate = new_replacement(one, job.depth.replacement)
+    candidate, _ = build_replacement(one, job.depth.replacement)
     candidate.load_state_dict(job.checkpoint.require(f"fit-{layer}"))
     return candidate.requires_grad_(False)
 
@@ -185,14 +188,21 @@ def estimate_damage(job: Job) -> None:
 
 
 def _damage(job: Job, name: str, tokens: Tensor, seed: int) -> dict[str, Tensor]:
-    draws = job.draws * (STRESS_DRAWS if name == STRESS else 1) * (1 if job.shape.labels else EMBEDDING_DRAWS)
-    found = projections(job.model, tokens[:, :DEPTH], lambda call: _changes(job, name, call), draws=draws, seed=seed)
-    return {str(layer): one for layer, one in enumerate(found)}
+    draws = job.draws * (STRESS_DRAWS if name == STRESS else 1)
+    tokens = tokens[:, :DEPTH]
+    if job.shape.is_language_model:
+        read, directions = lambda: forward(job.model, tokens).logits, functools.partial(label_directions, draws=draws)
+    else:  # an encoder is judged by its embedding, in random directions
+        read = lambda: embedding(forward(job.model, tokens))  # noqa: E731
+        directions = functools.partial(random_directions, draws=draws * EMBEDDING_DRAWS)
+    generator = torch.Generator().manual_seed(seed)
+    found = projections(job.model, read, lambda call: _changes(job, name, call), directions, generator)
+    return {str(layer): one for layer, one in found.items()}
 
 
 def _changes(job: Job, name: str, call: Call) -> Tensor:
     """(1 + ranks, h, t, dv): the fitted replacement's change of the output, then the ceiling's for each rank."""
-    (one,) = sequences(call)
+    (one,) = layer_inputs(call)
     candidate = load_fit(job, call.layer, one)
     exact = call.output[0]
     change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact
@@ -204,10 +214,9 @@ def _changes(job: Job, name: str, call: Call) -> Tensor:
 
 
 def _walk(model: PreTrainedModel, tokens: Tensor, watch: Callable[[Call], Any]) -> None:
-    """Run the body only: logits of a large vocabulary cost more than all the attention."""
-    body: Any = model if model.config.is_encoder_decoder else model.base_model
+    body = body_of(model)
     with torch.no_grad(), capture(body, watch):
-        run(body, tokens)
+        forward(body, tokens)
 
 
 def _title(name: str) -> str:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attngap.diagnosis.sequences import Sequence
+from attngap.heads.inputs import LayerInputs
 
 BLOCK = 2**19  # logits held at a time: they stay in a core's cache
 QUANTILES = (0.1, 0.5, 0.9)
@@ -29,21 +29,21 @@ class Rows:
     induction: Tensor | None = None  # weight on the token after that: what copying needs
 
 
-def measure(sequence: Sequence, *, window: int, sinks: int, period: int | None = None, block: int = BLOCK) -> Rows:
+def measure(inputs: LayerInputs, *, window: int, sinks: int, period: int | None = None, block: int = BLOCK) -> Rows:
     """All rows of all heads. No more than `block` logits (or one row of a key head's queries) exist at a time."""
-    kv_heads, t, s = sequence.k.shape[0], sequence.length, sequence.k.shape[1]
-    together = kv_heads if sequence.heads * s * 32 <= block else 1
-    step = max(1, min(t, block // (together * sequence.group * s)))
+    kv_heads, t, s = inputs.k.shape[0], inputs.length, inputs.k.shape[1]
+    together = kv_heads if inputs.heads * s * 32 <= block else 1
+    step = max(1, min(t, block // (together * inputs.group * s)))
     out: dict[str, Tensor] = {}
     for start in range(0, t, step):
         rows = slice(start, min(start + step, t))
         for first in range(0, kv_heads, together):
             kv = slice(first, first + together)
-            part = _block(sequence.logits(rows, kv), rows, sequence.causal, window, sinks, period)
-            heads = slice(kv.start * sequence.group, kv.stop * sequence.group)
+            part = _block(inputs.logits(rows, kv), rows, inputs.causal, window, sinks, period)
+            heads = slice(kv.start * inputs.group, kv.stop * inputs.group)
             for name, value in part.items():
-                out.setdefault(name, sequence.q.new_zeros(sequence.heads, t))[heads, rows] = value
-    return _finish(out, sequence)
+                out.setdefault(name, inputs.q.new_zeros(inputs.heads, t))[heads, rows] = value
+    return _finish(out, inputs)
 
 
 def _block(
@@ -94,8 +94,8 @@ def _back(weights: Tensor, rows: slice, back: int) -> Tensor:
     return found * there
 
 
-def _finish(out: dict[str, Tensor], sequence: Sequence) -> Rows:
-    n = sequence.readable().to(out["first"])
+def _finish(out: dict[str, Tensor], inputs: LayerInputs) -> Rows:
+    n = inputs.readable().to(out["first"])
     top = (-out["log_z"]).exp()
     margin = (n - 1).log() - out["others"].clamp(min=torch.finfo(top.dtype).tiny).log()
     return Rows(
@@ -106,7 +106,7 @@ def _finish(out: dict[str, Tensor], sequence: Sequence) -> Rows:
         kappa=torch.where(n > 2, margin / (n - 1).log(), torch.nan),
         margin=torch.where(n > 1, margin, torch.nan),
         on_sink=out["on_sink"],
-        spread=out["first"] - sequence.mean_logits(),
+        spread=out["first"] - inputs.mean_logits(),
         previous=out.get("previous"),
         duplicate=out.get("duplicate"),
         induction=out.get("induction"),

@@ -3,39 +3,39 @@
 import torch
 from torch import Tensor
 
-from attngap.diagnosis.replacement import BARRIERS, barrier
-from attngap.diagnosis.sequences import Sequence
 from attngap.diagnosis.statistics import Rows, measure
+from attngap.heads.inputs import LayerInputs
+from attngap.heads.obstacles import OBSTACLES, obstacle
 
 MEANS = ("entropy", "top", "sink", "near", "on_sink", "spread")
 SCORES = ("previous", "duplicate", "induction")
 
 
-def survey(sequence: Sequence, *, window: int, sinks: int, period: int | None = None) -> dict[str, Tensor]:
+def survey(inputs: LayerInputs, *, window: int, sinks: int, period: int | None = None) -> dict[str, Tensor]:
     """Means over rows, every row's selection exponent (NaN where the top key is a sink), and the size of entries."""
-    rows = measure(sequence, window=window, sinks=sinks, period=period)
+    rows = measure(inputs, window=window, sinks=sinks, period=period)
     out = {name: getattr(rows, name).nanmean(-1) for name in MEANS}
     out["kappa"] = torch.where(rows.on_sink > 0, torch.nan, rows.kappa)
     out["margin"] = torch.where(rows.on_sink > 0, torch.nan, rows.margin)
-    out["entry"] = entry_size(sequence)
-    out["linear"] = torch.tensor([head in sequence.linear for head in range(sequence.heads)])
-    out["barrier"] = torch.tensor([-1 if (why := barrier(sequence)) is None else BARRIERS.index(why)])
+    out["entry"] = entry_size(inputs)
+    out["linear"] = torch.tensor([head in inputs.linear for head in range(inputs.heads)])
+    out["obstacle"] = torch.tensor([-1 if (why := obstacle(inputs)) is None else OBSTACLES.index(why)])
     if period is not None:
-        second = slice(sequence.length - period, None)  # only the second copy has something to find
+        second = slice(inputs.length - period, None)  # only the second copy has something to find
         out |= {name: _score(rows, name)[:, second].mean(-1) for name in SCORES}
     return out
 
 
-def entry_size(sequence: Sequence) -> Tensor:
+def entry_size(inputs: LayerInputs) -> Tensor:
     """B / sqrt(log n), B the largest entry when logits are written q.k / d with q and k alike in size.
 
     Above about one, no fast algorithm approximates the attention matrix entrywise (arXiv 2302.13214).
     """
-    d, n = sequence.q.shape[-1], sequence.k.shape[1]
-    q = sequence.q.abs().amax((-2, -1))
-    k = sequence.k.abs().amax((-2, -1)).repeat_interleave(sequence.group)
+    d, n = inputs.q.shape[-1], inputs.k.shape[1]
+    q = inputs.q.abs().amax((-2, -1))
+    k = inputs.k.abs().amax((-2, -1)).repeat_interleave(inputs.group)
     size = (d * q * k).sqrt() / torch.tensor(float(n)).log().sqrt()
-    size[list(sequence.linear)] = torch.nan
+    size[list(inputs.linear)] = torch.nan
     return size
 
 

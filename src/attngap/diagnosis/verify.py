@@ -8,13 +8,13 @@ from jaxtyping import Float, Int
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from attngap.diagnosis.damage import embedding, run
-from attngap.diagnosis.replacement import output
 from attngap.diagnosis.replay import Replay
 from attngap.diagnosis.result import Head, Verification
-from attngap.diagnosis.sequences import sequences
 from attngap.diagnosis.stages import STRESS, Job, load_fit
 from attngap.errors import AttngapError
+from attngap.heads.forward import embedding, forward
+from attngap.heads.inputs import layer_inputs
+from attngap.heads.replacement import output
 from attngap.models.capture import Call, capture
 from attngap.progress import progress
 
@@ -67,7 +67,7 @@ def _losses(
         if piece is None:
             if replay is None or before is None:
                 replay = Replay(job.model, tokens)
-                before = predictions(replay.record(lambda: run(job.model, tokens)))
+                before = predictions(replay.record(lambda: forward(job.model, tokens)))
             piece = {"loss": replaced_loss(job, replay, tokens, before, head)}
             job.checkpoint.put(f"verify-{name}-{head.id}", piece)
         found.append(float(piece["loss"]))
@@ -90,7 +90,7 @@ def replaced_loss(
         def watch(call: Call) -> Tensor | None:
             if call.cross or call.layer + skipped != head.layer:
                 return None
-            (one,) = sequences(call)
+            (one,) = layer_inputs(call)
             candidate = load_fit(job, head.layer, one)
             assert candidate is not None, head.id
             changed = call.output.clone()
@@ -98,7 +98,7 @@ def replaced_loss(
             return changed
 
         with capture(job.model, watch):
-            after = predictions(run(job.model, tokens))
+            after = predictions(forward(job.model, tokens))
     if before.ndim == 1:
         return (after - before).square().sum()
     return (before.exp() * (before - after)).sum(-1).mean()

@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from attngap.errors import AttngapError
 from attngap.mechanisms.rotary import Angles
 from attngap.models.angles import angles_of, note_angles
+from attngap.models.masks import readable
 
 NAME = "attngap_capture"
 # What `attngap.models.swap` calls its attention function, and the child of a module that says which heads it replaces.
@@ -202,8 +203,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def allowed(call: Call, rows: slice) -> Bool[Tensor, "b h r s"] | None:
     """Which keys the rows may read, `(b or 1, h or 1, r, s)`; None when every row reads every key."""
     if call.mask is not None:
-        mask = call.mask[..., rows, :]
-        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return readable(call.mask[..., rows, :])
     if not call.causal:
         return None
     index = torch.arange(call.k.shape[2], device=call.k.device)

@@ -24,6 +24,7 @@ from attngap.mechanisms.rotary import Angles
 from attngap.models.angles import angles_of, note_angles
 from attngap.models.cache import cache_of, install
 from attngap.models.capture import Call, attention_configs, capture
+from attngap.models.masks import readable
 
 NAME = "attngap"
 CHILD = "attngap"
@@ -106,7 +107,7 @@ def real_tokens(mask: Tensor | None, length: int, *, causal: bool) -> Bool[Tenso
     """
     if mask is None:
         return None
-    allowed = mask if mask.dtype == torch.bool else mask >= 0
+    allowed = readable(mask)
     new = allowed[:, 0, :, allowed.shape[3] - length :]  # (b, t, t)
     real = new.diagonal(dim1=1, dim2=2) if causal else new[:, 0]
     expected = real[:, None, :].expand(-1, length, -1)

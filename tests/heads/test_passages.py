@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 
 from attngap.errors import AttngapError
-from attngap.models.texts import language_reference, passages, read, special_tokens, stress
+from attngap.heads.passages import language_reference, passages, read, special_tokens, stress
 
 TEXT = " ".join(f"word{i}" for i in range(4000))
 

@@ -1,4 +1,4 @@
-"""One sequence's attention, without padding: what every measurement of a head reads."""
+"""The inputs of one layer's heads on one sequence, without padding: what every measurement of a head reads."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,13 +8,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attngap.models.capture import Call
+from attngap.models.masks import readable
 
 # Below every logit yet finite: exp gives 0 and 0 * FORBIDDEN stays 0, where -inf would give NaN.
 FORBIDDEN = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequence:
+class LayerInputs:
     """Queries, keys and values of one unpadded sequence; q is scaled already, so that logits are q.k + bias."""
 
     q: Float[Tensor, "h t d"]
@@ -24,11 +25,28 @@ class Sequence:
     allowed: Bool[Tensor, "t s"] | None = None  # a sliding window, say; None when `causal` says it all
     bias: Float[Tensor, "h t s"] | None = None
     linear: tuple[int, ...] = ()  # heads that are linear already: these queries and keys do not say what they read
-    mixing: Float[Tensor, "l t s"] | None = None  # logarithms of those heads' weights, see `linear.with_mixing`
+    mixing: Float[Tensor, "l t s"] | None = None  # logarithms of those heads' weights, set by the diagnosis
 
     @property
     def heads(self) -> int:
         return self.q.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def scale(self) -> float:
+        """Of a mechanism that is given `streams`: the model's own scale is in q."""
+        return self.dim**-0.5
 
     @property
     def group(self) -> int:
@@ -102,7 +120,7 @@ class Sequence:
         return every.tril() if self.causal else every
 
 
-def sequences(call: Call) -> Iterator[Sequence]:
+def layer_inputs(call: Call) -> Iterator[LayerInputs]:
     """Each sequence of the batch with its padding taken out.
 
     A token is real when it may read itself; in cross-attention every query is, and a key is real when any row reads it.
@@ -112,7 +130,7 @@ def sequences(call: Call) -> Iterator[Sequence]:
         bias = None if call.bias is None else call.bias[min(i, call.bias.shape[0] - 1)]
         allowed = _allowed(call, i)
         if allowed is None:
-            yield Sequence(q, k, v, call.causal, None, bias, call.linear)
+            yield LayerInputs(q, k, v, call.causal, None, bias, call.linear)
             continue
         keys = allowed.any(0) if call.cross else allowed.diagonal()
         rows = torch.ones_like(allowed[:, 0]) if call.cross else keys
@@ -121,11 +139,11 @@ def sequences(call: Call) -> Iterator[Sequence]:
             bias = None if bias is None else bias[:, rows][:, :, keys]
         causal = not call.cross and not bool(allowed.triu(1).any())
         full = bool((allowed | allowed.new_ones(allowed.shape).triu(1)).all()) if causal else bool(allowed.all())
-        yield Sequence(q, k, v, causal, None if full else allowed, bias, call.linear)
+        yield LayerInputs(q, k, v, causal, None if full else allowed, bias, call.linear)
 
 
 def _allowed(call: Call, i: int) -> Bool[Tensor, "t s"] | None:
     if call.mask is None:
         return None
     mask = call.mask[min(i, call.mask.shape[0] - 1), 0]
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return readable(mask)

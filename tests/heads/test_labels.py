@@ -3,12 +3,12 @@
 import torch
 from scipy.stats import chisquare
 
-from attngap.models.fisher import ROWS, draw, frozen
+from attngap.heads.damage import ROWS, draw_labels, frozen
 
 
 def test_labels_have_the_frequencies_of_their_odds():
     odds = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.15, 0.05, 0.0]).expand(2, ROWS + 3, -1)
-    labels = draw(odds, 50, torch.Generator().manual_seed(0))
+    labels = draw_labels(odds, 50, torch.Generator().manual_seed(0))
     assert labels.shape == (2, ROWS + 3, 50)
     seen = torch.bincount(labels.flatten(), minlength=7)
     possible = odds[0, 0] > 0
@@ -20,7 +20,7 @@ def test_labels_have_the_frequencies_of_their_odds():
 def test_every_row_is_drawn_by_its_own_odds():
     where = torch.randint(9, (1, ROWS + 40), generator=torch.Generator().manual_seed(1))
     odds = torch.nn.functional.one_hot(where, 9).float()
-    assert torch.equal(draw(odds, 1, torch.Generator().manual_seed(2))[..., 0], where)
+    assert torch.equal(draw_labels(odds, 1, torch.Generator().manual_seed(2))[..., 0], where)
 
 
 def test_frozen_spares_some_weights_and_leaves_those_alone_that_were_frozen_before():

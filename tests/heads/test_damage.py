@@ -1,10 +1,13 @@
 """The damage estimate is the KL divergence of a small change, and leaves the model as it was."""
 
+import functools
+
 import pytest
 import tiny_models
 import torch
 
-from attngap.diagnosis.damage import MOST, embedding, projections, run, score
+from attngap.heads.damage import CAP, label_directions, projections, random_directions, score
+from attngap.heads.forward import embedding, forward, is_language_model
 from attngap.models.capture import capture
 
 HEAD, TOKEN, LAYER, SIZE = 2, 5, 1, 0.02
@@ -18,12 +21,22 @@ def one_token(call):
     return change
 
 
+def projected(model, ids, change=one_token, *, draws, seed=0):
+    """Of labels for a language model, of the embedding for an encoder."""
+    generator = torch.Generator().manual_seed(seed)
+    if is_language_model(model):
+        read, directions = lambda: forward(model, ids).logits, label_directions
+    else:
+        read, directions = lambda: embedding(forward(model, ids)), random_directions
+    return projections(model, read, change, functools.partial(directions, draws=draws), generator)
+
+
 def measured(model, ids):
     """What really happens, by replacing the output."""
     with torch.no_grad():
-        before = run(model, ids)
+        before = forward(model, ids)
         with capture(model, lambda call: call.output + one_token(call)):
-            after = run(model, ids)
+            after = forward(model, ids)
     return before, after
 
 
@@ -31,8 +44,8 @@ def test_labels_give_the_kl_divergence_in_nats_a_token():
     model, ids = tiny_models.make("llama").double(), tiny_models.tokens(1, 12)
     before, after = (out.logits.log_softmax(-1) for out in measured(model, ids))
     kl = (before.exp() * (before - after)).sum() / 12
-    found = projections(model, ids, one_token, draws=600, seed=0)
-    estimate = score(found[LAYER], labels=True)
+    found = projected(model, ids, draws=600)
+    estimate = score(found[LAYER], is_language_model=True)
     assert estimate.shape == (4,)
     assert 0.85 < float(estimate[HEAD] / kl) < 1.15
     assert estimate[[0, 1, 3]].abs().max() == 0
@@ -40,24 +53,24 @@ def test_labels_give_the_kl_divergence_in_nats_a_token():
 
 
 def test_one_wild_token_does_not_decide_the_damage_of_a_head():
-    projected = torch.zeros(1, 1, 100)
-    projected[0, 0, :2] = torch.tensor([0.2, 50.0])
-    assert score(projected, labels=True).item() == pytest.approx((0.02 + MOST) / 100)
-    assert score(projected, labels=False).item() == pytest.approx(50.2**2)
+    wild = torch.zeros(1, 1, 100)
+    wild[0, 0, :2] = torch.tensor([0.2, 50.0])
+    assert score(wild, is_language_model=True).item() == pytest.approx((0.02 + CAP) / 100)
+    assert score(wild, is_language_model=False).item() == pytest.approx(50.2**2)
 
 
 def test_encoders_give_the_squared_change_of_the_embedding():
     model, ids = tiny_models.make("bert").double(), tiny_models.tokens(1, 12)
     before, after = (embedding(out) for out in measured(model, ids))
     moved = (before - after).square().sum()
-    found = projections(model, ids, one_token, draws=600, seed=0)
-    estimate = score(found[LAYER], labels=False)[HEAD]
+    found = projected(model, ids, draws=600)
+    estimate = score(found[LAYER], is_language_model=False)[HEAD]
     assert 0.85 < float(estimate / moved) < 1.15
 
 
 def test_a_longer_list_of_changes_is_projected_at_once():
     model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
-    both = projections(model, ids, lambda call: torch.stack([one_token(call), 2 * one_token(call)]), draws=2, seed=0)
+    both = projected(model, ids, lambda call: torch.stack([one_token(call), 2 * one_token(call)]), draws=2)
     assert both[LAYER].shape == (2, 2, 4, 12)
     assert torch.allclose(both[LAYER][:, 1], 2 * both[LAYER][:, 0])
 
@@ -66,9 +79,9 @@ def test_the_model_keeps_its_gradients_and_draws_repeat():
     model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
     model.lm_head.weight.requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
-    first = projections(model, ids, one_token, draws=3, seed=1)
-    again = projections(model, ids, one_token, draws=3, seed=1)
-    other = projections(model, ids, one_token, draws=3, seed=2)
+    first = projected(model, ids, draws=3, seed=1)
+    again = projected(model, ids, draws=3, seed=1)
+    other = projected(model, ids, draws=3, seed=2)
     assert torch.equal(first[LAYER], again[LAYER])
     assert not torch.equal(first[LAYER], other[LAYER])
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before

@@ -1,0 +1,116 @@
+"""Damage of replacing one head, estimated for every head at once from a few backward passes (docs/theory.md 5.1).
+
+To second order a change d of the model's output distribution costs d^T F d / 2 nats, F the Fisher matrix. With labels
+drawn from the model itself, and g the gradient of their log-probability, F = E[g g^T]: so the cost of changing a head's
+output by Delta o is E[(g . Delta o)^2] / 2, and one backward pass gives g at every head.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attngap.models.capture import Call, capture
+
+ROWS = 128  # whose probabilities are summed at once: sums of all of them would be a second copy of the logits
+# Nats per token and draw that a token counts for at most. Second order ends about where the divergence reaches the
+# entropy of a prediction, some nats; without the cap single tokens decided the damage of a head.
+CAP = 3.0
+Change = Callable[[Call], Tensor | None]  # (..., h, t, dv): what replacements would add to the output of the call
+Directions = Callable[[Tensor, torch.Generator], Iterator[Tensor]]  # random cotangents of an output
+
+
+def projections(
+    model: PreTrainedModel,
+    read: Callable[[], Tensor],
+    change: Change,
+    directions: Directions,
+    generator: torch.Generator,
+) -> dict[int, Float[Tensor, "draws ... h t"]]:
+    """g_h . Delta o_h of every layer, head and token, one draw for each of the `directions` of the output.
+
+    `read` runs the model once and returns the output that is differentiated. A layer whose change is None is left out.
+    """
+    changes: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
+
+    def watch(call: Call) -> Tensor | None:
+        found = None if call.cross else change(call)
+        if found is None:
+            return None
+        changes[call.layer] = found.detach()
+        leaves[call.layer] = torch.zeros_like(call.output, requires_grad=True)
+        return call.output + leaves[call.layer]
+
+    draws: list[list[Tensor]] = []
+    with frozen(model), torch.enable_grad(), capture(model, watch):
+        output = read()
+        for direction in directions(output.detach(), generator):
+            grads = torch.autograd.grad(output, list(leaves.values()), direction, retain_graph=True)
+            draws.append([(g[0] * c).sum(-1) for g, c in zip(grads, changes.values(), strict=True)])
+    return {layer: torch.stack(found) for layer, found in zip(leaves, zip(*draws, strict=True), strict=True)}
+
+
+def score(projected: Float[Tensor, "draws *what h t"], *, is_language_model: bool) -> Float[Tensor, "*what h"]:
+    """Estimated damage: of a language model the KL divergence in nats per token, else the squared change of the output.
+
+    On few tokens the change of a head is far beyond second order; a square of many nats there is no estimate any more,
+    so a token counts for at most CAP.
+    """
+    if is_language_model:
+        return (projected.square() / 2).clamp(max=CAP).mean(-1).mean(0)
+    return projected.sum(-1).square().mean(0)
+
+
+def label_directions(
+    logits: Float[Tensor, "b t n"], generator: torch.Generator, draws: int = 1
+) -> Iterator[Float[Tensor, "b t n"]]:
+    """Gradients of log p(label) in the logits, for labels drawn from the model: one at the label, minus p."""
+    cotangent = logits.softmax(-1)
+    labels = draw_labels(cotangent, draws, generator)
+    cotangent.neg_()
+    one = torch.ones_like(labels[..., :1], dtype=cotangent.dtype)
+    before: Tensor | None = None
+    for label in labels.split(1, -1):
+        if before is not None:
+            cotangent.scatter_add_(-1, before, -one)
+        before = label
+        yield cotangent.scatter_add_(-1, label, one)  # the same memory each time: as large as all logits
+
+
+def random_directions(
+    output: Float[Tensor, "..."], generator: torch.Generator, draws: int = 1
+) -> Iterator[Float[Tensor, "..."]]:
+    """For an output without labels: then E[(g . Delta o)^2] is its squared change."""
+    for _ in range(draws):
+        yield torch.randn(output.shape, generator=generator)
+
+
+def draw_labels(p: Float[Tensor, "b t n"], draws: int, generator: torch.Generator) -> Int[Tensor, "b t draws"]:
+    """Independent labels from p by its cumulative sums: one random number per draw.
+
+    torch.multinomial takes one for every label there is: a second for a thousand tokens of a vocabulary of 50,000.
+    """
+    heights = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype)
+    found = []
+    for rows, height in zip(p.split(ROWS, 1), heights.split(ROWS, 1), strict=True):
+        reached = rows.cumsum(-1)
+        found.append(torch.searchsorted(reached, height * reached[..., -1:], right=True).clamp(max=p.shape[-1] - 1))
+    return torch.cat(found, 1)
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module, but: Iterable[Tensor] = ()) -> Iterator[None]:
+    """No gradient for the weights, `but` some: only activations are differentiated, at half the cost."""
+    wanted = {id(p) for p in but}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in wanted]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)

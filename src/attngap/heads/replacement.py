@@ -1,0 +1,110 @@
+"""What stands in for a layer's heads: window, sinks and features under one normalizer, or a mechanism on its own."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attngap.errors import AttngapError, unknown
+from attngap.heads.inputs import LayerInputs
+from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.catalogue import catalogue, mechanism, mechanism_class
+from attngap.mechanisms.feature_maps import FEATURE_MAPS
+from attngap.models.plan import Replacement
+
+MAPS = tuple(each.name for each in FEATURE_MAPS)
+
+
+class HeadShape(Protocol):
+    """What a replacement must fit: a `LayerShape` of a model, or `LayerInputs` of a call."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def causal(self) -> bool: ...
+
+
+def build_replacement(
+    shape: HeadShape, replacement: Replacement, standalone: str | None = None, *, reach: int | None = None
+) -> tuple[Mechanism, dict[str, Any]]:
+    """The mechanism for one layer, and the options it was built with. Features are read up to position `reach`."""
+    options: dict[str, Any] = {"kv_heads": shape.kv_heads}
+    if standalone is not None:
+        name = standalone
+        options |= {} if shape.causal else {"causal": False}
+    elif shape.causal:
+        # Sharing one normalizer with exact logits needs the model's own temperature.
+        name, options = "hybrid", options | replacement.options() | {"scale": shape.scale, "reach": reach}
+    else:
+        # Bidirectional: features for every pair. A window on both sides would need another op and gains little at
+        # the lengths encoders take.
+        name, options = replacement.feature_map, options | replacement.map_options() | {"causal": False}
+    return mechanism(name, shape.heads, shape.dim, shape.value_dim, **options), options
+
+
+def window_only(shape: HeadShape, window: int, sinks: int, *, relative: bool = False) -> Mechanism:
+    """Sinks and window exact, the rest dropped: the baseline that features must beat."""
+    near = {"window": window, "sinks": sinks, "scale": shape.scale, "kv_heads": shape.kv_heads, "relative": relative}
+    return mechanism("hybrid", shape.heads, shape.dim, shape.value_dim, feature_map="none", gain="none", **near)
+
+
+def resolve_replacement(
+    planned: Replacement, *, mechanism: str | None, window: int | None, sinks: int | None
+) -> tuple[Replacement, str | None]:
+    """The plan's replacement with what the caller overrides; and a mechanism on its own, when the window is 0."""
+    name = mechanism or planned.feature_map
+    changes: dict[str, Any] = {"feature_map": name, "features": planned.features if mechanism is None else None}
+    if sinks is not None:
+        changes["sinks"] = sinks
+    if window is not None:
+        changes["window"] = window
+    if window == 0:
+        if name not in catalogue():
+            raise unknown("mechanism", name, catalogue(), "List them: attngap mechanisms")
+        if mechanism_class(name).gated:
+            raise AttngapError(
+                f"{name} needs gates computed from the layer's input, which attention does not see. "
+                f"Choose one without gates, such as {', '.join(MAPS[-2:])}"
+            )
+        return planned, name
+    if name not in MAPS:
+        if name in catalogue():
+            raise AttngapError(
+                f"{name} is no feature map, so it cannot share a normalizer with a window. Pass window=0 (--window 0) "
+                f"to use it alone, or one of: {', '.join(MAPS)}"
+            )
+        raise unknown("feature map", name, MAPS)
+    return Replacement.model_validate(planned.model_dump() | changes), None
+
+
+def output(replacement: Mechanism, inputs: LayerInputs) -> Float[Tensor, "h t dv"]:
+    """The replacement's output on one sequence."""
+    q, k, v = streams([inputs])
+    with torch.no_grad():
+        return replacement(None, q, k, v)[1][0]
+
+
+def streams(batch: Iterable[LayerInputs]) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences of one length as (b, h, t, d). Mechanisms divide logits by sqrt(d); the model's own scale is in q."""
+    batch = list(batch)
+    width = batch[0].dim ** 0.5
+    return (
+        torch.stack([inputs.q for inputs in batch]) * width,
+        torch.stack([inputs.k for inputs in batch]),
+        torch.stack([inputs.v for inputs in batch]),
+    )
+
+
+def relative_error(found: Float[Tensor, "h t dv"], exact: Float[Tensor, "h t dv"]) -> Float[Tensor, " h"]:
+    """||found - exact||^2 / ||exact||^2 of each head."""
+    return (found - exact).square().sum((-2, -1)) / exact.square().sum((-2, -1)).clamp(min=1e-30)
