@@ -1,7 +1,7 @@
 """What stands in for a layer's heads: window, sinks and features under one normalizer, or a mechanism on its own."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from attngap.models.plan import Replacement
 MAPS = tuple(each.name for each in FEATURE_MAPS)
 
 
+@runtime_checkable
 class HeadShape(Protocol):
     """What a replacement must fit: a `LayerShape` of a model, or `LayerInputs` of a call."""
 
