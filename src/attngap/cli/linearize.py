@@ -1,7 +1,7 @@
 """`attngap linearize`: replace the heads that do not need softmax, with a receipt."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -124,60 +124,6 @@ def check_folder(output: Path, overwrite: bool) -> None:
 
 
 def show(receipt: "Receipt", output: Path) -> None:
-    """Quality beside original and baselines, then speed and memory."""
-    from rich.console import Console
-
-    console = Console()
-    share = receipt.kept / receipt.heads
-    console.print(
-        f"{receipt.model}: {receipt.kept} of {receipt.heads} heads keep softmax ({share:.0%}), "
-        f"{receipt.kept_groups} of {receipt.groups} key heads keep their cache",
-        highlight=False,
-    )
-    console.print(quality_table(receipt))
-    if any(receipt.speed.values()):
-        console.print(speed_table(receipt))
-    for note in receipt.notes:
-        console.print(f"Note: {note}", highlight=False)
-    console.print(f"Try it: attngap generate {output} 'Once upon a time'", highlight=False, soft_wrap=True)
-
-
-def quality_table(receipt: "Receipt") -> Any:
-    from rich.table import Table
-
-    table = Table(title="Quality on held-out text")
-    table.add_column("", no_wrap=True)
-    for name in ("perplexity", "ratio", "KL", "induction", "needle"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, found in receipt.quality.items():
-        table.add_row(
-            name,
-            _number(found.perplexity, ".2f"),
-            _number(found.perplexity_ratio, ".4f"),
-            f"{found.divergence:.4f}",
-            _number(found.induction, ".1%"),
-            _number(found.needle, ".1%"),
-        )
-    return table
-
-
-def speed_table(receipt: "Receipt") -> Any:
-    from rich.table import Table
-
-    table = Table(title="Tokens a second and cache, original / converted")
-    for name in ("context", "prefill", "decode", "cache MB", "cache share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    before, after = receipt.speed.values()
-    for a, b in zip(before, after, strict=True):
-        table.add_row(
-            str(a.context),
-            f"{_number(a.prefill, '.0f')} / {_number(b.prefill, '.0f')}",
-            f"{a.decode:.1f} / {b.decode:.1f}",
-            f"{a.cache_bytes / 1e6:.1f} / {b.cache_bytes / 1e6:.1f}",
-            f"{b.cache_bytes / a.cache_bytes:.0%}",
-        )
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    """The receipt, and what to do next."""
+    receipt.show()
+    typer.echo(f"Try it: attngap generate {output} 'Once upon a time'")

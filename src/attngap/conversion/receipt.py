@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from attngap.conversion import receipt_view
 from attngap.conversion.quality import Quality
 from attngap.conversion.speed import Speed
 from attngap.errors import AttngapError
@@ -49,6 +50,22 @@ class Receipt(BaseModel):
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise AttngapError(f"The receipt '{path}' is wrong at {place!r}: {first['msg']}") from error
+
+    def show(self) -> None:
+        """Print quality beside original and baselines, speed and memory, and what to know about them."""
+        receipt_view.show(self)
+
+    def _repr_html_(self) -> str:
+        return receipt_view.to_html(self)
+
+    def __repr_args__(self):
+        """A line for people; `model_dump` has everything."""
+        yield "model", self.model
+        yield "kept", f"{self.kept} of {self.heads} heads"
+        ours = self.quality.get(CONVERTED)
+        if ours is not None:
+            yield "perplexity_ratio", ours.perplexity_ratio
+            yield "divergence", ours.divergence
 
     def shortcomings(self) -> list[str]:
         """Where the conversion is not clearly better than a baseline; said, never hidden."""

@@ -1,12 +1,16 @@
 """What a diagnosis says: a row for every head, the damage curve, and where the numbers come from."""
 
 import json
+from collections import Counter
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from attngap.charts.heads import VERDICTS
+from attngap.charts.inline import Grid, head_squares, number
 from attngap.errors import AttngapError, missing_extra
 from attngap.heads.choice import ranked_units
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
@@ -14,6 +18,7 @@ from attngap.storage.files import write_atomically, write_text
 
 SCHEMA = "attngap.diagnosis/1"
 RESULT = "diagnosis.json"
+SHOWN = 10  # heads in a notebook's table
 Kind = Literal["retrieval", "duplicate", "previous", "sink", "local", "selective", "broad"]
 
 
@@ -138,6 +143,25 @@ class Diagnosis(_Strict):
         from attngap.charts.heads import head_map
 
         return head_map([head.model_dump() for head in self.heads], color)
+
+    def __repr_args__(self):
+        """A line for people; `to_pandas` and `model_dump` have everything."""
+        yield "model", self.model.name
+        yield "heads", len(self.heads)
+        yield from Counter(head.verdict for head in self.heads).items()
+        yield "rank", self.rank
+
+    def _repr_html_(self) -> str:
+        """The map of verdicts and the heads that matter most, for a notebook."""
+        worst = sorted(self.heads, key=lambda head: -(head.importance or 0.0))[:SHOWN]
+        rows = [
+            (h.id, h.verdict, number(h.damage, ".2g"), number(h.recall_damage, ".2g"), number(h.floor, ".1%"), h.reason)
+            for h in worst
+        ]
+        header = ("head", "verdict", "damage on text", "on recall", f"floor at rank {self.rank}", "reason")
+        table = Grid(f"The {len(rows)} heads that matter most of {len(self.heads)}", header, rows)
+        places = [(head.layer, head.head, head.verdict) for head in self.heads]
+        return f"<div><p><b>{escape(repr(self))}</b></p>{head_squares(places, VERDICTS)}{table.html()}</div>"
 
     def plan(self, keep: float = 0.1, granularity: Literal["head", "group"] = "head") -> Plan:
         """Keep softmax on the share `keep` of heads (or key-head groups) whose loss would hurt most.

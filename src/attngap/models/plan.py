@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 from transformers import PreTrainedModel
 
+from attngap.charts.frame import BLUE, ORANGE
+from attngap.charts.inline import head_squares
 from attngap.errors import AttngapError
 from attngap.storage.files import write_text
 
@@ -71,6 +74,19 @@ class Plan(_Strict):
         kept = set(self.keep)
         every = ((layer, head) for layer in range(self.model.layers) for head in range(self.model.heads))
         return [place for place in every if place not in kept]
+
+    def __repr_args__(self):
+        """A line for people; `model_dump` has everything."""
+        yield "model", self.model.name
+        yield "keep", f"{len(self.keep)} of {self.model.layers * self.model.heads} heads"
+        yield "granularity", self.granularity
+        yield "replacement", self.replacement
+
+    def _repr_html_(self) -> str:
+        """The map of what stays softmax, for a notebook."""
+        places = [(*place, "keep softmax") for place in self.keep] + [(*place, "replace") for place in self.replaced()]
+        colors = {"keep softmax": ORANGE, "replace": BLUE}
+        return f"<div><p><b>{escape(repr(self))}</b></p>{head_squares(places, colors)}</div>"
 
     def save(self, path: str | Path) -> None:
         write_text(Path(path), self.model_dump_json(by_alias=True, indent=1) + "\n")

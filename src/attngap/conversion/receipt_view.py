@@ -1,0 +1,75 @@
+"""How a receipt shows itself: the same tables in a terminal and in a notebook, where a small picture joins them."""
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from attngap.charts.frame import BLUE
+from attngap.charts.inline import Grid, bars, number
+
+if TYPE_CHECKING:
+    from attngap.conversion.receipt import Receipt
+
+
+def headline(receipt: "Receipt") -> str:
+    share = receipt.kept / receipt.heads
+    return (
+        f"{receipt.model}: {receipt.kept} of {receipt.heads} heads keep softmax ({share:.0%}), "
+        f"{receipt.kept_groups} of {receipt.groups} key heads keep their cache"
+    )
+
+
+def tables(receipt: "Receipt") -> list[Grid]:
+    """Quality beside original and baselines, then speed and memory where they were measured."""
+    return [_quality(receipt), *([_speed(receipt)] if any(receipt.speed.values()) else [])]
+
+
+def show(receipt: "Receipt") -> None:
+    """Print it."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    console.print(headline(receipt))
+    for table in tables(receipt):
+        console.print(table.rich())
+    for note in receipt.notes:
+        console.print(f"Note: {note}")
+
+
+def to_html(receipt: "Receipt") -> str:
+    """For a notebook: the headline, how far each model is from the original, and the tables."""
+    apart = {name: quality.divergence for name, quality in receipt.quality.items() if quality.divergence}
+    picture = f"<p>Divergence from the original:</p>{bars(apart, '.4f', BLUE)}" if apart else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in receipt.notes)
+    grids = "".join(table.html() for table in tables(receipt))
+    return f"<div><p><b>{escape(headline(receipt))}</b></p>{picture}{grids}{f'<ul>{notes}</ul>' if notes else ''}</div>"
+
+
+def _quality(receipt: "Receipt") -> Grid:
+    rows = [
+        (
+            name,
+            number(found.perplexity, ".2f"),
+            number(found.perplexity_ratio, ".4f"),
+            f"{found.divergence:.4f}",
+            number(found.induction, ".1%"),
+            number(found.needle, ".1%"),
+        )
+        for name, found in receipt.quality.items()
+    ]
+    return Grid("Quality on held-out text", ("", "perplexity", "ratio", "KL", "induction", "needle"), rows)
+
+
+def _speed(receipt: "Receipt") -> Grid:
+    before, after = receipt.speed.values()
+    rows = [
+        (
+            str(a.context),
+            f"{number(a.prefill, '.0f')} / {number(b.prefill, '.0f')}",
+            f"{a.decode:.1f} / {b.decode:.1f}",
+            f"{a.cache_bytes / 1e6:.1f} / {b.cache_bytes / 1e6:.1f}",
+            f"{b.cache_bytes / a.cache_bytes:.0%}",
+        )
+        for a, b in zip(before, after, strict=True)
+    ]
+    header = ("context", "prefill", "decode", "cache MB", "cache share")
+    return Grid("Tokens per second and cache, original / converted", header, rows)
