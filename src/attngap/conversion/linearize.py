@@ -60,7 +60,7 @@ def linearize(
     measures: Measures | None = None,
     work: str | Path | None = None,
     ray: str | None = None,
-    quiet: bool = True,
+    quiet: bool | None = None,
 ) -> tuple[PreTrainedModel, Receipt]:
     """Replace the heads that `plan` does not keep; the converted model, which shares the original's weights.
 
@@ -135,7 +135,7 @@ class _Run:
         options: dict[str, Any],
         mechanisms: dict[int, Mechanism],
         checkpoint: Checkpoint,
-        quiet: bool,
+        quiet: bool | None,
     ):
         self.model, self.tokenizer, self.plan, self.text = model, tokenizer, plan, text
         self.options, self.mechanisms, self.checkpoint, self.quiet = options, mechanisms, checkpoint, quiet

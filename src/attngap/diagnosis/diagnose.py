@@ -45,7 +45,7 @@ def diagnose(
     directory: str | Path | None = None,
     overwrite: bool = False,
     name: str | None = None,
-    quiet: bool = True,
+    quiet: bool | None = None,
 ) -> Diagnosis:
     """Diagnose every head of `model` on `passages` passages of `context` tokens of `text` and on a stress passage.
 

@@ -58,7 +58,7 @@ class Job:
     draws: int
     seed: int
     checkpoint: Checkpoint
-    quiet: bool
+    quiet: bool | None
 
     def passages(self) -> list[tuple[str, Tensor]]:
         """Every passage by name, the stress passage last."""
