@@ -1,0 +1,1 @@
+"""Recall over long contexts: tasks made on the fly, for any causal model, at any length, with nothing to download."""
