@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from attngap.errors import AttngapError
+from attngap.heads.passages import language_reference
 from attngap.longcontext.harness import export_tasks
 from attngap.longcontext.scoring import answer, answer_blind, difference, wilson
 from attngap.longcontext.suite import make, run_suite
 from attngap.longcontext.tasks import COPIED, TASKS, entries, task
 from attngap.longcontext.writing import Writer
-from attngap.models.texts import language_reference
 from tests import tiny_models
 
 WORDS = tiny_models.tokenizer()

@@ -10,7 +10,7 @@ from attngap.errors import AttngapError, missing_extra
 
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(help="Folder written by `attngap linearize`.")],
+    directory: Annotated[Path, typer.Argument(help="Folder written by `attngap linearize`; any model for --suite.")],
     text: Annotated[list[Path] | None, typer.Option(help="Text to evaluate on; repeat it.")] = None,
     passages: Annotated[int, typer.Option(help="Passages of held-out text.")] = 4,
     trials: Annotated[int, typer.Option(help="Induction sequences, and needles a place.")] = 2,
@@ -18,12 +18,23 @@ def evaluate(
     prefill_up_to: Annotated[int, typer.Option(help="Longest prompt to time; minutes on a CPU at 16k.")] = 4096,
     lm_eval: Annotated[str | None, typer.Option(help="A task of lm-evaluation-harness, or its .yaml.")] = None,
     limit: Annotated[int | None, typer.Option(help="Examples a task, for --lm-eval.")] = None,
+    suite: Annotated[str | None, typer.Option(help="Long-context tasks with commas between, or `all`.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of each context, for --suite.")] = "1024,4096",
+    examples: Annotated[int, typer.Option(help="Contexts per task and length, for --suite.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of what --suite asks.")] = 0,
+    export: Annotated[Path | None, typer.Option(help="Write the suite for lm-evaluation-harness instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Measure quality, recall, speed and memory beside the original and the baselines, and update the receipt.
 
-    Examples: attngap eval fast --text speech.txt, attngap eval fast --lm-eval task.yaml --limit 100
+    Examples: attngap eval fast --text speech.txt, attngap eval fast --suite needle,lookup --lengths 2048,
+    attngap eval fast --lm-eval task.yaml --limit 100
     """
+    if suite is not None:
+        from attngap.cli import eval_suite
+
+        eval_suite.main(str(directory), suite, text, parse_contexts(lengths), examples, seed, export, as_json)
+        return
     if not (directory / "attngap.json").exists():
         raise AttngapError(f"No converted model in '{directory}'. Write one: attngap linearize MODEL -o {directory}")
     if lm_eval is not None:
@@ -61,7 +72,7 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise AttngapError(f"--contexts takes whole numbers with commas between, got {text!r}") from None
+        raise AttngapError(f"A list of lengths is whole numbers with commas between, got {text!r}") from None
 
 
 def harness(directory: Path, task: str, limit: int | None, as_json: bool) -> None:

@@ -10,34 +10,56 @@ if TYPE_CHECKING:
 RESULT, RECORD = "suite.json", "suite.jsonl"
 
 
-def run(
-    model: str, names: str, text: list[Path] | None, lengths: Sequence[int], examples: int, output: Path | None, seed: int
-) -> "Suite":
-    """Run the named tasks and write suite.json; what was answered is in suite.jsonl, from which a stopped run goes on."""
+def main(
+    model: str,
+    tasks: str,
+    text: list[Path] | None,
+    lengths: Sequence[int],
+    examples: int,
+    seed: int,
+    export: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the tasks and show their scores, or write them for lm-evaluation-harness."""
+    from attngap.heads.passages import language_reference, read
+
+    names = [] if tasks == "all" else tasks.split(",")
+    filler = "\n\n".join(read(text) if text else language_reference())
+    if export is not None:
+        _export(model, names, filler, lengths, examples, seed, export)
+        return
+    found = run(model, names, filler, lengths, examples, seed)
+    print(found.model_dump_json(by_alias=True)) if as_json else show(found)
+
+
+def run(model: str, tasks: list[str], text: str, lengths: Sequence[int], examples: int, seed: int) -> "Suite":
+    """Run the tasks; in a converted folder leave suite.json, and what was answered so far while it runs."""
     from attngap.longcontext.suite import run_suite
-    from attngap.models.texts import language_reference, read
     from attngap.provenance import provenance
     from attngap.storage.files import write_text
 
     models, tokenizer = _models(model)
-    folder = output or (Path(model) if (Path(model) / "attngap.json").exists() else None)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    found = run_suite(
-        models,
-        tokenizer,
-        "\n\n".join(read(text) if text else language_reference()),
-        lengths=lengths,
-        tasks=[] if names == "all" else names.split(","),
-        examples=examples,
-        seed=seed,
-        record=None if folder is None else folder / RECORD,
-    )
+    folder = Path(model) if len(models) > 1 else None
+    record = None if folder is None else folder / RECORD
+    options = {"lengths": lengths, "tasks": tasks, "examples": examples, "seed": seed}
+    found = run_suite(models, tokenizer, text, record=record, **options)
     found.provenance = provenance()
-    if folder is not None:
+    if folder is not None and record is not None:
         write_text(folder / RESULT, found.model_dump_json(by_alias=True, indent=1) + "\n")
-        (folder / RECORD).unlink(missing_ok=True)
+        record.unlink()
     return found
+
+
+def _export(
+    model: str, tasks: list[str], text: str, lengths: Sequence[int], examples: int, seed: int, folder: Path
+) -> None:
+    from attngap.longcontext.harness import export_tasks
+    from attngap.models.load import load
+
+    _, tokenizer = load(model)
+    for length in lengths:
+        for path in export_tasks(folder, tokenizer, text, length=length, tasks=tasks, examples=examples, seed=seed):
+            print(f"lm_eval --include_path {folder} --tasks {path.stem}")
 
 
 def _models(name: str) -> tuple[dict[str, Any], Any]:

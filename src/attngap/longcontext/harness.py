@@ -67,8 +67,8 @@ def _rows(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[dict[str
     context = tokenizer.decode(example.context[0], skip_special_tokens=True)
     return [
         {
-            "context": f"{context}{tokenizer.decode(question.ask)}",
-            "answer": str(tokenizer.decode(question.answer)),
+            "context": f"{context}{tokenizer.decode(list(question.ask))}",
+            "answer": str(tokenizer.decode(list(question.answer))),
         }
         for question in example.questions
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attngap.errors import AttngapError
-from attngap.models.texts import special_tokens
+from attngap.heads.passages import special_tokens
 
 ASKED = 4  # questions about one context of records
 
