@@ -5,6 +5,7 @@ A test fails when the pages no longer say what the code says.
 
 import importlib
 import inspect
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 import typer.main
 
 from attngap.cli.app import app
+from attngap.cli.mechanisms import describe
+from attngap.mechanisms.catalogue import MECHANISMS
+from attngap.probes.tasks.catalogue import TASKS
 
 ROOT = Path(__file__).parents[1]
 # What the Python page shows: a module and the names in it.
@@ -31,7 +35,17 @@ NOTICE = "<!-- Written by tools/reference.py; change the code, then run it again
 
 
 def pages() -> dict[Path, str]:
-    return {ROOT / "docs/reference/cli.md": cli_page(), ROOT / "docs/reference/api.md": api_page()}
+    return {
+        ROOT / "docs/reference/cli.md": cli_page(),
+        ROOT / "docs/reference/api.md": api_page(),
+        ROOT / "src/attngap/cli/facts.json": facts(),
+    }
+
+
+def facts() -> str:
+    """What `attngap mechanisms` shows and shells complete, so that neither waits for torch."""
+    mechanisms = [describe(cls.name) for cls in MECHANISMS]
+    return json.dumps({"mechanisms": mechanisms, "tasks": [task.name for task in TASKS]}, indent=1, default=repr) + "\n"
 
 
 def cli_page() -> str:

@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attngap import catalogue, mechanism
+from attngap.cli import facts
 from attngap.cli.app import app
 from attngap.errors import AttngapError
 from attngap.mechanisms import catalogue as module
@@ -57,6 +58,7 @@ def test_unknown_name():
 def test_a_broken_plugin_costs_its_own_row_only(monkeypatch):
     broken = EntryPoint("broken", "no_such_package:Thing", module.GROUP)
     monkeypatch.setattr(module, "entry_points", lambda group: [broken])
+    monkeypatch.setattr(facts, "entry_points", lambda group: [broken])
     module.plugins.cache_clear()
     try:
         text = run()

@@ -2,17 +2,18 @@
 
 import sys
 
-from attngap.cli.app import app
-from attngap.errors import AttngapError
-
 
 def main() -> None:
     """Run the command line; a user's mistake is one line on stderr and exit code 2, never a traceback."""
     try:
-        app()
-    except AttngapError as error:
-        print(f"attngap: {error}", file=sys.stderr)
-        sys.exit(2)
+        from attngap.cli.app import app  # inside: Ctrl-C while it loads is no traceback either
+        from attngap.errors import AttngapError
+
+        try:
+            app()
+        except AttngapError as error:
+            print(f"attngap: {error}", file=sys.stderr)
+            sys.exit(2)
     except KeyboardInterrupt:
         print("attngap: stopped", file=sys.stderr)
         sys.exit(130)

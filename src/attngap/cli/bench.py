@@ -48,7 +48,7 @@ def _print(records: list[dict[str, Any]]) -> None:
 
     from attngap.ops import native
 
-    console = Console()
+    console = Console(markup=False)
     console.print(_ops_table([r for r in records if r["op"] not in ("mechanism", "crossover")]))
     if not native.available():
         console.print(str(missing_extra("attngap's compiled kernels need", "native")), style="dim", markup=False)

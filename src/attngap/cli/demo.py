@@ -203,7 +203,7 @@ class Story:
         for name in samples["texts"]:
             table.add_column(name, ratio=1)
         table.add_row(*(Text(text) for text in samples["texts"].values()))
-        Console(stderr=self.quiet).print(table)
+        Console(stderr=self.quiet, markup=False).print(table)
 
     def report(self) -> None:
         from attngap.cli.report import write_page

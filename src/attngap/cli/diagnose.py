@@ -83,7 +83,7 @@ def show(result: "Diagnosis", output: Path) -> None:
     """The heads that matter most, then what the whole comes to."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)
     console.print(_table(result))
     for line in summary(result):
         console.print(line, highlight=False)

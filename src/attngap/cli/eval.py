@@ -98,7 +98,7 @@ def harness(directory: Path, task: str, limit: int | None, as_json: bool) -> Non
         table.add_column(name)
     for metric, value in found["original"].items():
         table.add_row(metric, f"{value:.4f}", f"{found['converted'].get(metric, float('nan')):.4f}")
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _pair(original: Any, converted: Any) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attngap.cli import complete
 from attngap.cli.plan import read_granularity
 from attngap.errors import AttngapError
 
@@ -27,7 +28,10 @@ def linearize(
         str, typer.Option(help="Without a plan: keep whole groups of heads, or single ones: group, head.")
     ] = "group",
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
-    mechanism: Annotated[str | None, typer.Option(help="Feature map; with --window 0 any mechanism.")] = None,
+    mechanism: Annotated[
+        str | None,
+        typer.Option(help="Feature map; with --window 0 any mechanism.", autocompletion=complete.mechanisms),
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Last keys kept exact; default: the plan's, or 256.")] = None,
     sinks: Annotated[int | None, typer.Option(help="First keys kept exact.")] = None,
     context: Annotated[int, typer.Option(help="Tokens a passage; features are read no farther.")] = 1024,

@@ -6,25 +6,31 @@ from typing import Annotated, Any
 
 import typer
 
+from attngap.cli import complete
+from attngap.cli.facts import known, mechanism_names
+
 DIM = 64
 TOKENS = 4096  # where a state that grows is measured
 
 
 def mechanisms(
-    name: Annotated[str | None, typer.Argument(help="Show one: its formula, its options and their defaults.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Show one: its formula, its options and their defaults.", autocompletion=complete.mechanisms
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """List the mechanisms: paper, size and rank of the state of one head at dim 64, what they learn.
 
     Examples: attngap mechanisms, attngap mechanisms hedgehog, attngap mechanisms --json
     """
-    from attngap.mechanisms.catalogue import catalogue
-
     if name is not None:
-        record = describe(name)
+        record = known().get(name) or describe(name)
         print(json.dumps(record, indent=2, default=repr)) if as_json else _print_one(record)
         return
-    records = [_describe_or_error(each) for each in catalogue()]
+    records = [known().get(each) or _describe_or_error(each) for each in mechanism_names()]
     print(json.dumps(records, indent=2, default=repr)) if as_json else _print_table(records)
 
 
@@ -73,7 +79,7 @@ def _print_table(records: list[dict[str, Any]]) -> None:
     for r in sound:
         flags = ("yes" if r[key] else "-" for key in ("learned", "gated", "normalized"))
         table.add_row(r["name"], r["paper"], _floats(r), "tokens" if r["grows"] else f"{r['state_rank']:,}", *flags)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(table)
     for r in records:
         if "error" in r:
@@ -84,7 +90,7 @@ def _print_table(records: list[dict[str, Any]]) -> None:
 def _print_one(record: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(f"{record['name']} (arXiv {record['paper']})", style="bold")
     paragraphs = record["formula"].split("\n\n")
     console.print("\n\n".join(" ".join(each.split()) for each in paragraphs), markup=False)

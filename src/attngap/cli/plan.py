@@ -61,7 +61,7 @@ def show(made: "Plan", output: Path) -> None:
         style = "bold" if kept == chosen else None
         share = kept / max(1, max(curve))
         table.add_row(str(kept), f"{share:.0%}", f"{point.text:.4f}", f"{point.recall:.4f}", style=style)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print("Single-head estimates, added up: errors interact, so measure after converting.", highlight=False)
     console.print(f"{output}: keeps {len(made.keep)} of {total} heads", highlight=False, soft_wrap=True)

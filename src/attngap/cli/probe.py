@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from attngap.cli import complete
+
 probe = typer.Typer(no_args_is_help=True, help="Small models on recall, copying, regression and text.")
 
 Db = Annotated[Path, typer.Option(help="Run database (SQLite).", envvar="ATTNGAP_DB")]
@@ -59,9 +61,15 @@ def list_tasks(as_json: AsJson = False) -> None:
 
 @probe.command()
 def run(
-    task: Annotated[str, typer.Argument(help="A task of `attngap probe list`.")],
+    task: Annotated[str, typer.Argument(help="A task of `attngap probe list`.", autocompletion=complete.tasks)],
     mechanism: Annotated[
-        str, typer.Option("--mechanism", "-m", help="Names, comma between them; gla+softmax is one a layer.")
+        str,
+        typer.Option(
+            "--mechanism",
+            "-m",
+            help="Names, comma between them; gla+softmax is one a layer.",
+            autocompletion=complete.mechanisms,
+        ),
     ] = "softmax,elu",
     seeds: Annotated[int, typer.Option(help="Runs with different weights and data.")] = 1,
     learning_rates: Annotated[str | None, typer.Option(help="Comma between them; the preset's when left out.")] = None,
@@ -340,4 +348,4 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], wide: int = 1)
         table.add_column(column, justify="left" if index <= wide else "right", no_wrap=index != wide)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)

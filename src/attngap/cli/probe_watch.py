@@ -14,7 +14,7 @@ def follow(runs: Any, sweep: str | None, every: float = EVERY_SECONDS) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     if not (found := runs.progress()):
         raise AttngapError(f"{runs.path} holds no sweep to watch. Start one: attngap probe sweep FILE")
     if sweep is not None and sweep not in {each.sweep for each in found}:

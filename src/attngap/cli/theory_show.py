@@ -107,7 +107,7 @@ def _table(*columns: str) -> tuple[Any, Any]:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return Console(highlight=False), table
+    return Console(highlight=False, markup=False), table
 
 
 def _probability(log: float) -> str:
