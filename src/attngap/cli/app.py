@@ -1,10 +1,8 @@
 """The tree of verbs."""
 
-import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from attngap.cli.bench import bench
 from attngap.cli.chat import chat
@@ -20,25 +18,8 @@ from attngap.cli.report import report
 from attngap.cli.serve import serve
 from attngap.cli.theory import theory
 
-# Verbs that keep what they have finished.
-RESUMABLE = ("diagnose", "linearize", "demo", "probe")
-
-
-class Verbs(TyperGroup):
-    """Ctrl-C in one line that says how to go on, where click would say "Aborted!"."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            go_on = " The same command goes on from here." if ctx.invoked_subcommand in RESUMABLE else ""
-            print(f"attngap: stopped.{go_on}", file=sys.stderr)
-            raise SystemExit(130) from None
-
-
 app = typer.Typer(
     name="attngap",
-    cls=Verbs,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
