@@ -1,6 +1,9 @@
 import json
+import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from attngap.cli.app import app
@@ -97,6 +100,35 @@ def test_a_folder_without_a_converted_model_is_refused(place, verb, tmp_path):
     assert "attngap linearize MODEL -o" in str(found.exception)
 
 
+def preferred(folder, question, choices):
+    """The choice that plain transformers finds likelier after the question."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    words = AutoTokenizer.from_pretrained(folder)
+    start = words(question, return_tensors="pt").input_ids
+    scores = []
+    for choice in choices:
+        rest = words(choice, return_tensors="pt").input_ids
+        with torch.no_grad():
+            found = model(torch.cat([start, rest], 1)).logits.log_softmax(-1)[0, start.shape[1] - 1 : -1]
+        scores.append(found.gather(1, rest.T).sum().item())
+    return scores.index(max(scores))
+
+
+def test_eval_measures_again_and_updates_the_receipt(place, tmp_path):
+    shutil.copytree(place / "fast", tmp_path / "fast")
+    before = json.loads((tmp_path / "fast" / "receipt.json").read_text())
+    sizes = ["--passages", "1", "--trials", "1", "--contexts", "48,64", "--prefill-up-to", "48"]
+    found = run(place, "eval", tmp_path / "fast", "--text", place / "text.txt", *sizes, "--json")
+    assert found.exit_code == 0, found.exception
+    after = json.loads((tmp_path / "fast" / "receipt.json").read_text())
+    assert json.loads(found.stdout) == after
+    assert [speed["context"] for speed in after["speed"]["converted"]] == [48, 64]
+    assert [speed["prefill"] is None for speed in after["speed"]["original"]] == [False, True]
+    assert after["quality"]["original"]["perplexity_ratio"] == 1.0
+    assert after["quality"]["converted"]["divergence"] != before["quality"]["converted"]["divergence"]
+    assert after["keep"] == before["keep"]
+
+
 TASK = """
 task: tiny
 dataset_path: json
@@ -117,12 +149,17 @@ def test_a_task_of_the_harness_runs_offline(place, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'attngap[eval]'")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "questions.jsonl"
-    data.write_text("".join(json.dumps({"question": "the", "answer": i % 2}) + "\n" for i in range(4)))
+    questions = ["the", "who sat", "on the mat, the", "a log and a"]
+    answers = [preferred(place / "base", question, [" cat", " dog"]) for question in questions]
+    rows = [{"question": question, "answer": answer} for question, answer in zip(questions, answers, strict=True)]
+    rows.append({"question": questions[0], "answer": 1 - answers[0]})  # one of five that both models must get wrong
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
     found = run(place, "eval", place / "fast", "--lm-eval", tmp_path / "tiny.yaml", "--json")
     assert found.exit_code == 0, found.exception
     scores = json.loads(found.stdout)
-    assert scores["original"]["acc"] == scores["converted"]["acc"] == 0.5  # one choice is likelier, whichever it is
+    # The questions lie inside sinks and window, where the converted model is the original.
+    assert scores["original"]["acc"] == scores["converted"]["acc"] == pytest.approx(0.8)
 
 
 def test_the_harness_is_asked_for_by_name_when_missing(place, monkeypatch):

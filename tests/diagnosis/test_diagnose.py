@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from scipy.stats import spearmanr
 
 from attngap.diagnosis import stages
 from attngap.diagnosis.diagnose import _stress, diagnose, headline_rank
@@ -16,7 +17,6 @@ from attngap.errors import AttngapError
 from attngap.heads.inputs import layer_inputs
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.capture import capture
-from attngap.models.plan import Plan
 from attngap.models.swap import swap
 from attngap.storage.checkpoint import PIECES
 
@@ -52,7 +52,7 @@ def test_every_head_is_complete(found):
         assert head.verdict in ("keep", "replace", "window")
         assert head.reason
     assert sum(head.importance for head in found.heads) == pytest.approx(1)
-    assert found.rank == 4 or found.rank == 2
+    assert found.rank == 4  # of 2 and 4 the nearer to the head's width of 8
     assert found.damage_unit.startswith("nats a token")
 
 
@@ -86,8 +86,11 @@ def test_verification_measures_real_replacements(found):
     measured = {head.id: head.measured for head in found.heads if head.measured is not None}
     assert [measured[name] for name in check.heads] == check.measured
     assert all(value >= -1e-6 for value in check.measured)
-    assert check.recall_spearman is not None
-    assert all(found.heads[i].recall_measured is None or found.heads[i].recall_measured > 0 for i in range(8))
+    verified = [head for head in found.heads if head.recall_measured is not None]
+    assert {head.id for head in verified} == set(check.heads)
+    pairs = [(head.recall_measured, head.recall_damage) for head in verified]
+    assert check.recall_spearman == pytest.approx(spearmanr(*zip(*pairs, strict=True)).statistic)
+    assert all(head.recall_measured > 0 for head in verified)
     assert check.measured[0] > check.measured[-1]  # the head estimated worst against the one estimated best
 
 
@@ -178,7 +181,7 @@ def test_quick_takes_statistics_only():
     head = result.heads[0]
     assert head.floor is None
     assert head.damage is None
-    assert head.entropy is not None
+    assert 0 < head.entropy < 1
     assert head.reason
     with pytest.raises(AttngapError, match=r"no damage estimate.*without --quick"):
         result.plan()
@@ -187,7 +190,6 @@ def test_quick_takes_statistics_only():
 def test_a_plan_keeps_the_most_important(found):
     order = sorted(found.heads, key=lambda head: -head.importance)
     made = found.plan(0.25)
-    assert isinstance(made, Plan)
     assert set(made.keep) == {(head.layer, head.head) for head in order[:2]}
     kept = [point.kept for point in made.curve]
     assert kept == list(range(8, -1, -1))

@@ -1,5 +1,4 @@
 import socket
-import time
 
 import pytest
 
@@ -43,14 +42,13 @@ def test_jobs_errors_and_a_killed_node(cluster, tmp_path):
     assert sorted(values) == list(range(6))
 
 
-def test_address_that_does_not_answer():
+def test_an_address_that_does_not_answer_is_refused_before_ray_waits_for_it(monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked, which waits minutes for an answer"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    start = time.monotonic()
     with pytest.raises(AttngapError, match=rf"No Ray cluster answers at '127\.0\.0\.1:{port}' .* ray start --head"):
         next(run(square, [1], ray=f"127.0.0.1:{port}"))
-    assert time.monotonic() - start < 10
 
 
 def test_address_that_is_none():

@@ -53,7 +53,7 @@ def test_reports_every_step_with_loss_and_latest_score():
     assert [score for _, _, score in seen[:11]] == [None] * 9 + [trained.curve[0][2]] * 2
     mean = sum(loss for _, loss, _ in seen[:10]) / 10
     assert mean == pytest.approx(trained.curve[0][1])
-    assert 0 < trained.cpu_seconds < 60
+    assert trained.cpu_seconds > 0
 
 
 class Stop(Exception):
