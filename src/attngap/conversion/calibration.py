@@ -17,6 +17,21 @@ from attngap.heads.damage import draw_labels
 from attngap.heads.passages import passages, stress
 
 SAMPLE_LENGTH = 256  # at most, of one text the model writes: a step costs much the same for more of them
+FACTS, DIGITS = 8, 5
+THINGS = (
+    "harbor",
+    "garden",
+    "window",
+    "engine",
+    "river",
+    "castle",
+    "ticket",
+    "market",
+    "violin",
+    "tunnel",
+    "planet",
+    "ladder",
+)
 SAMPLED, REPEATED = 0.2, 0.3  # shares of the passages; the rest is text
 
 
@@ -70,6 +85,31 @@ def repeats(tokenizer: PreTrainedTokenizerBase, *, context: int, beyond: int, se
     period = int(torch.randint(least, most + 1, (), generator=torch.Generator().manual_seed(seed)))
     once, _ = stress(tokenizer, context=2 * period, seed=seed + 1000, period=period)
     return once.repeat(1, 3)[:, :context]
+
+
+def with_facts(
+    tokenizer: PreTrainedTokenizerBase, text: str | list[str] | None, *, context: int, seed: int
+) -> Int[Tensor, "1 context"]:
+    """A passage of text in which numbers are stated, evenly spread, and asked for at its end."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(THINGS), generator=generator).tolist()
+    told, asked = [], []
+    for place in order[:FACTS]:
+        number = "".join(map(str, torch.randint(10, (DIGITS,), generator=generator).tolist()))
+        told.append(_ids(tokenizer, f"\n\nNote that the number of the {THINGS[place]} is {number}.\n\n"))
+        asked.append(_ids(tokenizer, f"\n\nWhat is the number of the {THINGS[place]}? It is {number}."))
+    asked = [asked[i] for i in torch.randperm(FACTS, generator=generator).tolist()]
+    body = passages(tokenizer, text, context=context, count=1, seed=seed)[0].tolist()
+    body = body[: context - sum(map(len, told)) - sum(map(len, asked))]
+    whole, each = [], len(body) // FACTS
+    for i, fact in enumerate(told):
+        whole += [*body[i * each : i * each + each // 3], *fact, *body[i * each + each // 3 : (i + 1) * each]]
+    whole += [*body[FACTS * each :], *(token for question in asked for token in question)]
+    return torch.tensor([whole])
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 @torch.no_grad()

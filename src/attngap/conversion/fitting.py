@@ -1,7 +1,7 @@
 """Fit every layer's replacement to the layer's own outputs, each on its own, while the model runs once."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -13,14 +13,14 @@ from attngap import engine
 from attngap.errors import AttngapError
 from attngap.heads.forward import body_of, forward
 from attngap.mechanisms.base import Mechanism
-from attngap.mechanisms.fit import FitOptions, fit_layer
+from attngap.mechanisms.fit import FitOptions, Seen, fit_layer
 from attngap.models.capture import Call, capture
 from attngap.storage.checkpoint import Checkpoint
 
 SIDE_BY_SIDE = 4  # layers fitted at a time, at most: each holds its queries, keys and values
 ON_RAY = 16  # layers sent to a cluster at a time
 
-Streams = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, output
+Streams = tuple[Seen, Sequence[Seen]]  # what a layer read and wrote, in passages of the context and in longer ones
 
 
 class _AllFitted(Exception):
@@ -35,12 +35,15 @@ def fit_all(
     checkpoint: Checkpoint,
     advance: Callable[..., None],
     ray: str | None = None,
+    *,
+    longer: Callable[[int], Sequence[Seen]] | None = None,
 ) -> Float[Tensor, "layers h"]:
     """Fit the mechanisms in place; the held-out error of each head. Finished layers are kept in the checkpoint.
 
     All passages go through the model as one batch and layers are fitted where they are met: one pass, and the queries,
     keys and values of a few layers in memory. Fits are many small operations, which gain little from more threads than
     one; so as many layers as there are threads are fitted side by side, or `ON_RAY` of them on the cluster at `ray`.
+    `longer` gives what a layer read and wrote in longer passages, to be fitted as well.
     """
     at_a_time = _at_a_time() if ray is None else ON_RAY
     errors: dict[int, Tensor] = {}
@@ -57,7 +60,8 @@ def fit_all(
         if call.cross or call.layer not in missing:
             return
         q, k, v, out = (x.float() for x in (call.q, call.k, call.v, call.output))
-        waiting[call.layer] = q, k, v, out
+        more = () if longer is None else longer(call.layer)
+        waiting[call.layer] = Seen(q, k, v, out, call.rotary), more
         if len(waiting) < min(at_a_time, len(missing)):
             return
         advance(0, note=f"layer {call.layer}")
@@ -91,10 +95,15 @@ def _fit(
     share = max(1, threads // _at_a_time())
     try:
         with ThreadPoolExecutor(len(streams), initializer=torch.set_num_threads, initargs=(share,)) as pool:
-            fits = {layer: pool.submit(fit_layer, mechanisms[layer], *each, options) for layer, each in streams.items()}
+            fits = {layer: pool.submit(_fit_one, mechanisms[layer], each, options) for layer, each in streams.items()}
             return {layer: fit.result() for layer, fit in fits.items()}
     finally:
         torch.set_num_threads(threads)  # the share would be that of every thread begun from now on
+
+
+def _fit_one(mechanism: Mechanism, streams: Streams, options: FitOptions) -> Float[Tensor, " h"]:
+    (q, k, v, target, rotary), longer = streams
+    return fit_layer(mechanism, q, k, v, target, options, rotary=rotary, longer=longer)
 
 
 def _fit_on(
@@ -115,5 +124,5 @@ def _fit_on(
 def _job(job: tuple[Mechanism, Streams, FitOptions]) -> tuple[dict[str, Tensor], Float[Tensor, " h"]]:
     mechanism, streams, options = job
     torch.set_num_threads(1)
-    error = fit_layer(mechanism, *streams, options)
+    error = _fit_one(mechanism, streams, options)
     return mechanism.state_dict(), error

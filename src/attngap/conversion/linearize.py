@@ -29,6 +29,7 @@ from attngap.mechanisms.fit import FitOptions
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.lora import add_lora
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
+from attngap.models.positions import layer_positions
 from attngap.models.save import Base, describe, mark, weights_hash
 from attngap.models.swap import LayerShape, layer_shapes
 from attngap.progress import progress
@@ -76,7 +77,11 @@ def linearize(
     _check(model, context, tokens, steps, joint, rounds, lora, keep, max_ppl_ratio)
     shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
     _check_obstacles(plan, shapes)
-    built = {shape.layer: build_replacement(shape, replacement, standalone, reach=context) for shape in shapes}
+    where = layer_positions(model)
+    built = {
+        shape.layer: build_replacement(shape, replacement, standalone, reach=context, positions=where[shape.layer])
+        for shape in shapes
+    }
     options = {
         "mechanism": standalone or replacement.feature_map,
         "window": 0 if standalone else replacement.window,

@@ -11,8 +11,9 @@ from attngap.errors import AttngapError, unknown
 from attngap.heads.inputs import LayerInputs
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import catalogue, mechanism, mechanism_class
-from attngap.mechanisms.feature_maps import FEATURE_MAPS
+from attngap.mechanisms.feature_maps import FEATURE_MAPS, Prototype
 from attngap.models.plan import Replacement
+from attngap.models.positions import Positions
 
 MAPS = tuple(each.name for each in FEATURE_MAPS)
 
@@ -36,16 +37,31 @@ class HeadShape(Protocol):
 
 
 def build_replacement(
-    shape: HeadShape, replacement: Replacement, standalone: str | None = None, *, reach: int | None = None
+    shape: HeadShape,
+    replacement: Replacement,
+    standalone: str | None = None,
+    *,
+    reach: int | None = None,
+    positions: Positions | None = None,
 ) -> tuple[Mechanism, dict[str, Any]]:
-    """The mechanism for one layer, and the options it was built with. Features are read up to position `reach`."""
+    """The mechanism for one layer, and the options it was built with.
+
+    Where it is known how positions enter queries and keys, features do not see them and may fade with distance; else
+    they are read up to position `reach`.
+    """
     options: dict[str, Any] = {"kv_heads": shape.kv_heads}
     if standalone is not None:
         name = standalone
         options |= {} if shape.causal else {"causal": False}
     elif shape.causal:
         # Sharing one normalizer with exact logits needs the model's own temperature.
-        name, options = "hybrid", options | replacement.options() | {"scale": shape.scale, "reach": reach}
+        name, options = "hybrid", options | replacement.options() | {"scale": shape.scale}
+        if positions is None or not positions.known:
+            options["reach"] = reach
+        else:
+            options |= positions.options()
+            if replacement.feature_map == Prototype.name:
+                options["map_options"] = options["map_options"] | {"decay": True}
     else:
         # Bidirectional: features for every pair. A window on both sides would need another op and gains little at
         # the lengths encoders take.

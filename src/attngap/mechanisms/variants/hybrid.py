@@ -14,6 +14,7 @@ from attngap.mechanisms.rotary import Angles, layout
 from attngap.ops.check import check_count
 from attngap.ops.hybrid import Near, empty_state, hybrid_attention, near_attention
 from attngap.ops.hybrid.definition import hybrid_weights
+from attngap.ops.hybrid.state import roll_up
 from attngap.ops.normalizer import safe_normalizer
 from attngap.ops.pairs import expand_heads
 
@@ -99,6 +100,25 @@ class Hybrid(Mechanism):
 
     def init_state(self, streams: Streams) -> State:
         return empty_state(streams.k, streams.v, _far(streams)[1], self.window, self.sinks)
+
+    def state_after(
+        self, k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"], rotary: Angles | None = None
+    ) -> State:
+        """The state of whole unpadded sequences, from their keys and values alone; gradients reach the features."""
+        t, first, last = k.shape[2], self.sinks, k.shape[2] - self.window
+        read = k if self.rotary is None else self.content(k, k, rotary)[1]
+        position = torch.arange(t, device=k.device)[None]
+        fk = self.feature_map.key(read[:, :, first:], position[:, first:])  # (b, h_kv, t - sinks, r)
+        state = empty_state(k, v, fk, self.window, self.sinks)
+        if last > first:
+            gone = fk[:, :, : last - first].to(state["S"].dtype)
+            state["S"] = gone.mT @ v[:, :, first:last].to(gone.dtype)
+            state["z"] = gone.sum(2)
+        for name, x in (("k", k), ("v", v)):
+            state[name] = roll_up(x[:, :, :0], x, 0, self.window, self.sinks)
+        state["fk"] = roll_up(fk[:, :, :0], fk, 0, self.window, 0)
+        state["count"] = state["count"] + t
+        return state
 
     def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
