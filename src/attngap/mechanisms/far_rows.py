@@ -7,7 +7,7 @@ from torch import Tensor
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 
-ROWS = 128  # of a passage, about, at which the output is compared
+ROWS = 64  # of a passage, about, at which the output is compared
 
 
 class FarRows:
@@ -64,11 +64,12 @@ class FarRows:
         fq = m.feature_map.query(self.q[which][:, :, rows], position[:, rows])  # (b, h, n, r)
         cut = (count, step)
         keys, values = fk.unflatten(2, cut), self.v[which][:, :, far].unflatten(2, cut)  # (b, h_kv, n, step, ...)
-        S = (keys.mT @ values).cumsum(2)  # (b, h_kv, n, r, dv)
-        z = keys.sum(3).cumsum(2)  # (b, h_kv, n, r)
+        added = torch.cat((keys.mT @ values, keys.sum(3)[..., None]), -1)  # (b, h_kv, n, r, dv + 1)
+        # A product with a triangle of ones: sums along so long a stride take several times as long.
+        sums = (torch.ones(count, count).tril() @ added.flatten(3)).view(added.shape)
         grouped = fq.unflatten(1, (m.kv_heads, -1)).transpose(2, 3)  # (b, h_kv, n, group, r)
-        total = (grouped @ S).transpose(2, 3).flatten(1, 2)  # (b, h, n, dv)
-        mass = (grouped @ z[..., None]).transpose(2, 3).flatten(1, 2)[..., 0]  # (b, h, n)
+        read = (grouped @ sums).transpose(2, 3).flatten(1, 2)  # (b, h, n, dv + 1)
+        total, mass = read[..., :-1], read[..., -1]
         gain = m.gain_of(self.q[which][:, :, rows])
         near = [x[which][:, :, rows] for x in self.near]
         gain = gain + near[1] if m.relative else gain
