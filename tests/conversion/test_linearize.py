@@ -3,7 +3,7 @@ import tiny_models
 import torch
 
 from attngap.conversion import joint as joint_module
-from attngap.conversion.evaluate import Measures, baselines
+from attngap.conversion.evaluate import Measures
 from attngap.conversion.linearize import bare_plan, linearize
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
 from attngap.errors import AttngapError

@@ -1,5 +1,7 @@
 """Positions are found on the model itself, and what is turned back does not know them."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as tf
@@ -10,6 +12,7 @@ from attngap.models.positions import layer_positions
 from attngap.models.swap import swap
 from tests.models.tiny import GROUPED, SHARED, SPREAD, VOCABULARY, mechanisms, tiny
 
+GROUP: dict[str, Any] = GROUPED | SPREAD
 THETA = {"rope_theta": 10000.0}
 SCALED = {
     "plain": {"rope_type": "default"},
@@ -27,7 +30,7 @@ SCALED = {
 
 
 def llama(kind: str) -> tf.PreTrainedModel:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED, **SPREAD, rope_parameters=THETA | SCALED[kind]))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**GROUP, rope_parameters=THETA | SCALED[kind]))
 
 
 def build(name: str) -> tf.PreTrainedModel:
@@ -35,14 +38,14 @@ def build(name: str) -> tf.PreTrainedModel:
     if name in SCALED:
         return llama(name).eval()
     partial = THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}
-    many = SHARED | SPREAD | {"pad_token_id": 0, "eos_token_id": None}
+    many: dict[str, Any] = SHARED | SPREAD | {"pad_token_id": 0, "eos_token_id": None}
     models = {
         "partial": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**many, rope_parameters=partial)),
         "adjacent": lambda: tf.CohereForCausalLM(
-            tf.CohereConfig(**GROUPED | SPREAD | {"bos_token_id": None}, rope_parameters=THETA)
+            tf.CohereConfig(**GROUP | {"bos_token_id": None}, rope_parameters=THETA)
         ),
         "partial and adjacent": lambda: tf.GlmForCausalLM(
-            tf.GlmConfig(**GROUPED | SPREAD | {"bos_token_id": None}, rope_parameters=partial)
+            tf.GlmConfig(**GROUP | {"bos_token_id": None}, rope_parameters=partial)
         ),
     }
     return models[name]().eval()
@@ -88,7 +91,7 @@ def test_turning_back_undoes_turning():
 def test_learned_positions_are_not_known_and_a_model_without_any_needs_no_turning():
     assert not any(each.known for each in layer_positions(tiny("gpt2")))
     torch.manual_seed(0)
-    config = tf.SmolLM3Config(**GROUPED, **SPREAD, no_rope_layers=[1, 0], bos_token_id=None)
+    config = tf.SmolLM3Config(**GROUP, no_rope_layers=[1, 0], bos_token_id=None)
     rotary, without = layer_positions(tf.SmolLM3ForCausalLM(config).eval())
     assert rotary.rotary is not None
     assert without.known
