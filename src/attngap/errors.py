@@ -31,7 +31,7 @@ def missing_extra(what: str, extra: str) -> AttngapError:
 
 def pip_install() -> str:
     """The command that installs into the environment that is running; a bare `pip` may be another one's."""
-    return f"{shlex.quote(_short(sys.executable))} -m pip install"
+    return f"{shlex.quote(short_path(sys.executable))} -m pip install"
 
 
 def _target(extra: str) -> str:
@@ -45,10 +45,10 @@ def _target(extra: str) -> str:
     if parts.scheme != "file" or not Path(path).exists():
         return f'"attngap[{extra}]"'
     editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
-    return f'{editable}"{_short(path)}[{extra}]"'
+    return f'{editable}"{short_path(path)}[{extra}]"'
 
 
-def _short(path: str) -> str:
+def short_path(path: str) -> str:
     """Relative to the current folder where it is inside it, as a person would type it."""
     inside = Path(path).is_relative_to(Path.cwd())
     return os.path.relpath(path) if inside else path

