@@ -19,18 +19,16 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import attngap
-from attngap.conversion.evaluate import Measures, baselines
-from attngap.conversion.linearize import bare_plan, linearize
+from attngap.conversion.evaluate import baselines
+from attngap.conversion.linearize import linearize
 from attngap.conversion.quality import induction, on_text
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, Receipt
 from attngap.heads.passages import passages
-from attngap.models.plan import Replacement
 
 YEARS = ("1960", "1975", "1985", "1998", "2010", "2014")
 CONTEXT = 1024
 TOKENS = 8192  # of speeches at each context
 SEQUENCES = 10  # of repeated random tokens
-NOTHING = Measures(passages=1, trials=0, contexts=(), baselines=False)
 
 
 def speeches(folder: Path) -> list[str]:
@@ -42,10 +40,10 @@ def conversions(
 ) -> Iterator[tuple[str, PreTrainedModel, Receipt]]:
     for folder in options.folders:
         yield str(folder), attngap.load(folder)[0], Receipt.load(folder)
-    plan = bare_plan(model, "smollm2", Replacement(window=options.window, sinks=4), options.granularity)
+    same = {"window": options.window, "granularity": options.granularity, "joint": options.joint, "lora": options.lora}
     for share in map(float, filter(None, options.keep.split(","))):
-        settings = {"keep": share, "joint": options.joint, "lora": options.lora, "seed": options.seed}
-        converted, receipt = linearize(model, tokenizer, plan, measures=NOTHING, quiet=False, **settings)
+        settings = {"keep": share, "seed": options.seed, **same}
+        converted, receipt = linearize(model, tokenizer, name="smollm2", measured=False, quiet=False, **settings)
         yield f"{share} of {options.granularity}s, seed {options.seed}", converted, receipt
 
 
@@ -54,7 +52,9 @@ def measure(
 ) -> dict[str, object]:
     """Perplexity and divergence on the speeches at every context, and induction on sequences no receipt has."""
     speech = {
-        context: on_text(models, passages(tokenizer, text, context=context, count=TOKENS // context), labels=True)
+        context: on_text(
+            models, passages(tokenizer, text, context=context, count=TOKENS // context), is_language_model=True
+        )
         for context in contexts
     }
     seeds = [100_000 + 31 * i for i in range(SEQUENCES)]

@@ -49,7 +49,7 @@ def main() -> None:
             converted, receipt = attngap.linearize(model, words, plan, TEXT, measures=MEASURES, **CONVERSION)
             say_conversion(name, f"planned by {units}", converted, receipt)
         converted, receipt = attngap.linearize(
-            model, words, found.plan(0.0), TEXT, keep=0.5, measures=MEASURES, **CONVERSION
+            model, words, found.plan(0.0, "head"), TEXT, keep=0.5, measures=MEASURES, **CONVERSION
         )
         say_conversion(name, "half kept", converted, receipt)
 

@@ -43,7 +43,7 @@ def test_json_is_the_receipt_and_the_folder_is_whole(place):
     assert printed == json.loads((place / "fast" / "receipt.json").read_text())
     names = {path.name for path in (place / "fast").iterdir()}
     assert {"adapter.safetensors", "attngap.json", "config.json", "README.md", "receipt.json"} <= names
-    assert "work" not in names
+    assert ".attngap-work" not in names
     card = (place / "fast" / "README.md").read_text()
     assert card.startswith("---\nbase_model: ")
     assert "## Limits" in card
@@ -60,11 +60,13 @@ def test_generate_continues_a_prompt(place):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Say which heads to keep: --plan plan.json, --keep 0.1 or --max-ppl-ratio 1.02"),
+        (["--diagnosis", "d", "--plan", "plan.json"], "--plan and --diagnosis both say which heads to keep"),
+        (["--diagnosis", "d", "--max-ppl-ratio", "1.1"], "--diagnosis and --max-ppl-ratio both say which heads"),
+        (["--window", "-1"], "window must be at least 0, got -1"),
         (["--keep", "0.1", "--plan", "plan.json"], "--plan and --keep both say which heads to keep"),
         (["--keep", "0.1", "--max-ppl-ratio", "1.1"], "--keep and --max-ppl-ratio both say how many heads to keep"),
-        (["--keep", "2"], "--keep takes a share from 0 to 1, got 2"),
-        (["--keep", "0.5", "--granularity", "layer"], "No granularity 'layer'"),
+        (["--keep", "2"], "keep takes a share from 0 to 1, got 2"),
+        (["--keep", "0.5", "--granularity", "layer"], "granularity must be 'group' or 'head', got 'layer'"),
         (["--plan", "nowhere.json"], "Cannot read the plan 'nowhere.json'"),
     ],
 )
@@ -166,3 +168,60 @@ def test_the_harness_is_asked_for_by_name_when_missing(place, monkeypatch):
     monkeypatch.setattr("attngap.cli.eval.importlib.util.find_spec", lambda name: None)
     found = run(place, "eval", place / "fast", "--lm-eval", "task.yaml")
     assert "--lm-eval needs the extra 'eval', which is not installed. Run: " in str(found.exception)
+
+
+def test_without_any_choice_a_tenth_of_the_heads_is_kept_by_the_common_defaults(place, tmp_path):
+    found = run(place, "linearize", place / "base", "-o", tmp_path / "new", "--no-measure", "--json")
+    receipt = json.loads(found.stdout)
+    assert [receipt["options"][name] for name in ("keep", "window", "sinks", "granularity")] == [0.1, 256, 4, "group"]
+    assert receipt["quality"] == {}
+    assert "Not measured yet" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_what_was_not_measured_is_measured_later(place, tmp_path):
+    run(place, "linearize", place / "base", "--keep", "0.5", "-o", tmp_path / "new", "--no-measure")
+    (tmp_path / "new" / "receipt.json").unlink()  # as if saved by hand
+    options = ["--passages", "1", "--trials", "1", "--contexts", "96", "--text", place / "text.txt"]
+    found = run(place, "eval", tmp_path / "new", *options, "--json")
+    assert found.exit_code == 0, found.exception
+    receipt = json.loads((tmp_path / "new" / "receipt.json").read_text())
+    assert json.loads(found.stdout) == receipt
+    assert receipt["quality"]["original"]["perplexity_ratio"] == 1
+    assert receipt["quality"]["converted"]["divergence"] > 0
+    assert [point["context"] for point in receipt["speed"]["converted"]] == [96]
+    assert (receipt["heads"], receipt["kept"]) == (8, 4)
+
+
+def test_a_diagnosis_chooses_the_heads_that_are_kept(place, tmp_path):
+    near = ["--window", "8", "--sinks", "2"]
+    small = ["--context", "64", "--passages", "2", "--ranks", "2,4", *near, "--text", str(place / "text.txt")]
+    runner.invoke(app, ["diagnose", str(place / "base"), "-o", str(tmp_path / "found"), *small])
+    made = runner.invoke(
+        app, ["plan", str(tmp_path / "found"), "--keep", "0.5", "-o", str(tmp_path / "p.json"), "--json"]
+    )
+    choice = ["--diagnosis", tmp_path / "found", "--keep", "0.5"]
+    found = run(place, "linearize", place / "base", *choice, "-o", tmp_path / "new", "--no-measure", "--json")
+    receipt = json.loads(found.stdout)
+    assert receipt["keep"] == json.loads(made.stdout)["keep"]
+    assert receipt["options"]["window"] == 8  # the diagnosis's own
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "linearize"])
+def test_a_folder_of_the_user_is_left_as_it_is(place, tmp_path, monkeypatch, verb):
+    """With -o . nothing of the user's is touched: neither a folder called work, nor README.md or config.json."""
+    (tmp_path / "work").mkdir()
+    for name in ("work/thesis.tex", "README.md", "config.json"):
+        (tmp_path / name).write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    found = runner.invoke(app, [verb, str(place / "base"), "-o", ".", "--text", str(place / "text.txt")])
+    assert isinstance(found.exception, AttngapError)
+    assert "is not empty and not a" in str(found.exception)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "README.md", "config.json", "work", "work/thesis.tex",
+    ]  # fmt: skip
+    assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"mine"}
+
+
+def test_a_file_is_no_folder(place):
+    found = run(place, "linearize", place / "base", "-o", place / "text.txt")
+    assert "is a file. Choose a folder" in str(found.exception)

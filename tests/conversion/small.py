@@ -30,7 +30,8 @@ def plan(model: PreTrainedModel, keep=((0, 1), (1, 0)), **replacement) -> Plan:
         heads=shapes[0].heads,
         kv_heads=shapes[0].kv_heads,
     )
-    return Plan(model=facts, keep=keep, replacement=Replacement(window=8, sinks=2, **replacement))
+    near = Replacement(window=8, sinks=2, **replacement)
+    return Plan(model=facts, keep=keep, replacement=near, granularity="head")
 
 
 def world(name: str = "llama") -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Plan]:

@@ -1,15 +1,23 @@
+from pathlib import Path
+
 import pytest
 import tiny_models
 import torch
+from safetensors.torch import load_file
 
+from attngap.conversion import evaluate as evaluate_module
 from attngap.conversion import joint as joint_module
+from attngap.conversion import linearize as module
+from attngap.conversion import run as run_module
 from attngap.conversion.evaluate import Measures
-from attngap.conversion.linearize import bare_plan, linearize
+from attngap.conversion.linearize import effective, linearize
+from attngap.conversion.options import ConversionOptions
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
 from attngap.errors import AttngapError
-from attngap.models.plan import Replacement
+from attngap.models.plan import Plan, Replacement
+from attngap.models.save import load_converted, read_record, record
 from attngap.models.swap import mixed_heads
-from attngap.storage.checkpoint import Checkpoint
+from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from tests.conversion.small import TEXT, plan, world
 from tests.models.tiny import DECODERS, tiny
 
@@ -86,22 +94,175 @@ def test_a_killed_run_resumes_to_the_same_result(stop, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "put", killed)
     with pytest.raises(Killed):
-        linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path / "work")
+        linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
     monkeypatch.setattr(Checkpoint, "put", put)
-    resumed, second = linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path / "work")
+    resumed, second = linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
     found, wanted = parameters(resumed), parameters(expected)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert second.keep == receipt.keep
     assert second.joint == receipt.joint
-    assert not (tmp_path / "work").exists()
+    assert not (tmp_path / PIECES).exists()
 
 
-def test_a_folder_of_somebody_else_is_not_used_for_pieces(tmp_path):
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path):
     model, words, made = world()
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(AttngapError, match="is not empty and was not made by attngap"):
+    with pytest.raises(AttngapError, match="is not empty and not a converted model"):
+        linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    with pytest.raises(AttngapError, match="No option 'work'"):
         linearize(model, words, made, TEXT, **BRIEFLY, work=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_two_conversions_do_not_share_a_folder(tmp_path):
+    model, words, made = world()
+    with (
+        open_checkpoint(tmp_path / PIECES, {}),
+        pytest.raises(AttngapError, match="is in use by another run"),
+    ):
+        linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+
+
+@pytest.mark.parametrize("piece", ["tokens", "layer-1", "keep", "joint"])
+def test_a_damaged_piece_is_computed_again(piece, tmp_path, monkeypatch):
+    model, words, made = world()
+    monkeypatch.setattr(joint_module, "CHECK", 1)
+    expected, _ = linearize(model, words, made, TEXT, **BRIEFLY)
+    die_at(monkeypatch, "measure")
+    with pytest.raises(Killed):
+        linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    monkeypatch.undo()
+    (path,) = (tmp_path / PIECES).glob(f"{piece}.*.piece")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.warns(UserWarning, match="is damaged; it is dropped and computed again"):
+        resumed, _ = linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    found, wanted = parameters(resumed), parameters(expected)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def die_at(monkeypatch, name):
+    def die(*args, **kwargs):
+        raise Killed
+
+    monkeypatch.setattr(module, name, die)
+
+
+@pytest.mark.parametrize("moment", ["save", "measure", "write_text"])
+def test_a_run_killed_while_it_saves_or_measures_goes_on_from_its_pieces(moment, tmp_path, monkeypatch):
+    model, words, made = world()
+    expected, receipt = linearize(model, words, made, TEXT, **BRIEFLY)
+    die_at(monkeypatch, moment)
+    with pytest.raises(Killed):
+        linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "attngap.json").exists() == (moment != "save")
+    monkeypatch.setattr(run_module, "fit_all", keep_errors(run_module.fit_all))
+    resumed, second = linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    assert second.quality == receipt.quality
+    assert Receipt.load(tmp_path) == second
+    found, wanted = parameters(resumed), parameters(expected)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert not (tmp_path / PIECES).exists()
+
+
+def keep_errors(fit_all):
+    """No layer may be fitted again: all of them are in the checkpoint."""
+
+    def check(model, mechanisms, tokens, options, checkpoint, *rest):
+        assert all(checkpoint.has(f"layer-{layer}") for layer in mechanisms)
+        return fit_all(model, mechanisms, tokens, options, checkpoint, *rest)
+
+    return check
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    model, words, made = world()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save", full)
+    with pytest.raises(AttngapError, match=r"Cannot write to .*: No space left on device\. Make room and run the same"):
+        linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [PIECES]
+
+
+def test_an_overwrite_killed_halfway_is_never_half_of_each(tmp_path, monkeypatch):
+    model, words, made = world()
+    first, _ = linearize(model, words, made, TEXT, **BRIEFLY, directory=tmp_path)
+    other = BRIEFLY | {"steps": 2}
+    with pytest.raises(AttngapError, match="already holds a converted model"):
+        linearize(model, words, made, TEXT, **other, directory=tmp_path)
+    moved = []
+    replace = Path.replace
+
+    def killed(self, target):
+        if self.parent.name.startswith(".new-"):
+            moved.append(self.name)
+            if len(moved) == 2:
+                raise Killed
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(Killed):
+        linearize(model, words, made, TEXT, **other, directory=tmp_path, overwrite=True)
+    monkeypatch.undo()
+    with pytest.raises(AttngapError, match="is not a converted model"):
+        load_converted(tmp_path)
+    second, _ = linearize(model, words, made, TEXT, **other, directory=tmp_path)  # goes on, and needs not be told twice
+    saved = read_record(tmp_path)
+    assert saved.plan.keep == record(second).plan.keep
+    adapter = load_file(tmp_path / "adapter.safetensors")
+    assert all(torch.equal(adapter[name], weight) for name, weight in parameters(second).items())
+    assert not any(torch.equal(parameters(first)[name], parameters(second)[name]) for name in ADAPTED)
+
+
+ADAPTED = ["model.layers.0.self_attn.attngap.mechanism.feature_map.key_weight"]
+
+
+def test_a_figure_that_cannot_be_measured_does_not_cost_the_conversion(tmp_path, monkeypatch):
+    model, words, made = world()
+
+    def cannot(*args, **kwargs):
+        raise AttributeError("'LinearAttentionLayer' object has no attribute 'get_seq_length'\nmore")
+
+    monkeypatch.setattr(evaluate_module, "speeds", cannot)
+    monkeypatch.setattr(evaluate_module, "recall", cannot)
+    _, receipt = linearize(model, words, made, TEXT, **QUICK, directory=tmp_path)
+    missing = "could not be measured: 'LinearAttentionLayer' object has no attribute 'get_seq_length'"
+    assert receipt.notes[:2] == [f"recall {missing}", f"speed {missing}"]
+    assert receipt.quality[CONVERTED].perplexity > 0
+    assert receipt.quality[CONVERTED].needle is None
+    assert receipt.speed == {}
+    assert Receipt.load(tmp_path) == receipt
+    assert (tmp_path / "attngap.json").exists()
+
+
+def test_a_model_without_a_layer_to_replace_is_refused_before_any_work(monkeypatch):
+    model = tiny_models.make("mistral")
+    monkeypatch.setattr(run_module, "calibration", None)  # would fail
+    with pytest.raises(AttngapError, match="No layer of this MistralForCausalLM can be replaced: it has"):
+        linearize(model, tiny_models.tokenizer(), text=TEXT, context=64, tokens=256)
+
+
+def test_no_plan_is_needed():
+    model, words, _ = world()
+    converted, receipt = linearize(model, words, text=TEXT, keep=0.5, window=8, sinks=2, **BRIEFLY)
+    assert receipt.kept == 4
+    assert receipt.options["granularity"] == "group"
+    assert sum(4 - len(part.keep) for part in mixed_heads(converted).values()) == 4
+
+
+def test_what_is_not_given_is_the_plans():
+    _, _, made = world()
+    grouped = made.model_copy(update={"granularity": "group"})
+    planned = effective(ConversionOptions(), grouped)
+    assert (planned.keep, planned.window, planned.sinks, planned.granularity) == (None, 8, 2, "group")
+    given = effective(ConversionOptions(window=5, keep=0.5, granularity="head"), grouped)
+    assert (given.keep, given.window, given.sinks, given.granularity) == (0.5, 5, 2, "head")
+    alone = effective(ConversionOptions(mechanism="retention", window=0), made)
+    assert (alone.window, alone.sinks) == (0, 0)
+    assert effective(ConversionOptions(max_ppl_ratio=1.1), None).keep is None
 
 
 def test_a_mechanism_of_the_catalogue_alone():
@@ -114,16 +275,16 @@ def test_a_mechanism_of_the_catalogue_alone():
 
 def test_a_bare_plan_keeps_what_cannot_be_replaced():
     model = tiny_models.make("mistral")
-    bare = bare_plan(model, "sliding", Replacement(window=8))
+    bare = Plan.for_model(model, "sliding", Replacement(window=8))
     assert len(bare.keep) == bare.model.layers * bare.model.heads
     model, _, made = world()
-    assert bare_plan(model, "tiny", made.replacement) == made.model_copy(update={"keep": ()})
+    assert Plan.for_model(model, "tiny", made.replacement, "head") == made.model_copy(update={"keep": ()})
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
 def test_a_share_of_the_heads_is_kept_without_a_plan(share, kept):
     model, words, made = world()
-    bare = bare_plan(model, "tiny", made.replacement)
+    bare = Plan.for_model(model, "tiny", made.replacement, "head")
     converted, receipt = linearize(model, words, bare, TEXT, **BRIEFLY, keep=share)
     assert receipt.kept == kept
     assert sum(4 - len(part.keep) for part in mixed_heads(converted).values()) == 8 - kept
@@ -134,7 +295,7 @@ def test_the_heads_that_are_kept_are_those_it_hurts_to_replace():
     with torch.no_grad():
         for layer, head in ((0, 1), (1, 2)):  # what these heads write is much larger than what others do
             model.model.layers[layer].self_attn.o_proj.weight[:, 8 * head : 8 * (head + 1)] *= 20
-    bare = bare_plan(model, "tiny", made.replacement)
+    bare = Plan.for_model(model, "tiny", made.replacement, "head")
     _, receipt = linearize(model, words, bare, TEXT, **BRIEFLY, keep=0.25)
     assert receipt.keep == [(0, 1), (1, 2)]
 
@@ -180,7 +341,7 @@ def test_a_receipt_says_where_a_baseline_is_better(tmp_path):
         ({"context": 1024, "tokens": 4096}, "context 1024 is beyond the model's 512 positions"),
         ({"max_ppl_ratio": -1.0}, "max_ppl_ratio must be positive, such as 1.02, got -1.0"),
         ({"keep": 10.0}, "keep takes a share from 0 to 1, got 10.0. For a tenth of the heads: 0.1"),
-        ({"keep": 0.1, "max_ppl_ratio": 1.1}, "keep and max_ppl_ratio both say which heads to keep"),
+        ({"keep": 0.1, "max_ppl_ratio": 1.1}, "keep and max_ppl_ratio both say how many heads to keep"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(change, message):

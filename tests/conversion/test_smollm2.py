@@ -4,10 +4,9 @@ import importlib.util
 
 import pytest
 
-from attngap.conversion.linearize import bare_plan, linearize
+from attngap.conversion.linearize import linearize
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW
 from attngap.models.load import load
-from attngap.models.plan import Replacement
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,8 +18,7 @@ pytestmark = [
 def receipt():
     """Of `attngap linearize smollm2 --keep 0.1`: ten minutes on two cores, more under the checks of pytest."""
     model, tokenizer = load("smollm2")
-    plan = bare_plan(model, "smollm2", Replacement(window=256, sinks=4), "group")
-    return linearize(model, tokenizer, plan, keep=0.1, quiet=False)[1]
+    return linearize(model, tokenizer, keep=0.1, name="smollm2", quiet=False)[1]
 
 
 def test_a_tenth_of_the_heads_keeps_quality_and_recall(receipt):

@@ -160,9 +160,10 @@ class Story:
 
     def linearize(self) -> None:
         from attngap.cli.linearize import show
+        from attngap.storage.checkpoint import PIECES, claimed
 
         folder = self.folder / "converted"
-        if not (folder / "receipt.json").exists():
+        if not (folder / "receipt.json").exists() or claimed(folder / PIECES):
             sizes = self.sizes.conversion
             self.say(
                 f"A short calibration: {sizes['tokens']:,} tokens in passages of {sizes['context']}; "
@@ -173,27 +174,22 @@ class Story:
             show(self._receipt(), folder)
 
     def _convert(self, folder: Path) -> None:
-        from attngap.conversion.card import model_card
         from attngap.conversion.evaluate import Measures
         from attngap.conversion.linearize import linearize
         from attngap.models.plan import Plan
-        from attngap.models.save import record, save
         from attngap.ops.pages import keep_freed
-        from attngap.storage.checkpoint import PIECES
 
         keep_freed()
         model, tokenizer = self.load()
-        converted, receipt = linearize(
+        linearize(
             model,
             tokenizer,
             Plan.load(self.folder / "plan.json"),
             measures=Measures(**self.sizes.measures),
-            work=folder / PIECES,
+            directory=folder,
             quiet=False,
             **self.sizes.conversion,
         )
-        save(converted, folder, tokenizer=tokenizer, card=model_card(receipt, record(converted)))
-        receipt.save(folder)
 
     def _receipt(self) -> "Receipt":
         from attngap.conversion.receipt import Receipt

@@ -5,12 +5,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attngap.diagnosis.options import DiagnosisOptions
 from attngap.errors import AttngapError
+from attngap.storage.folder import check_output
 
 if TYPE_CHECKING:
     from attngap.diagnosis.result import Diagnosis, Head
 
 SHOWN = 20  # heads in the table; all of them are in the folder
+
+
+def _help(name: str) -> Any:
+    return typer.Option(help=DiagnosisOptions.help(name))
+
+
+def _default(name: str) -> Any:
+    return DiagnosisOptions.default(name)
 
 
 def diagnose(
@@ -19,15 +29,15 @@ def diagnose(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the result.")],
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens a passage.")] = 1024,
-    passages: Annotated[int, typer.Option(help="Passages of text; a stress passage is added.")] = 4,
-    ranks: Annotated[str, typer.Option(help="State ranks of floors and ceilings.")] = "8,16,64,128",
-    window: Annotated[int, typer.Option(help="Last keys that a replacement keeps exact.")] = 64,
-    sinks: Annotated[int, typer.Option(help="First keys that a replacement keeps exact.")] = 4,
-    quick: Annotated[bool, typer.Option("--quick", help="Statistics only: no floors, fits or damage.")] = False,
-    verify: Annotated[int, typer.Option(help="Replace this many heads for real and compare.")] = 0,
-    draws: Annotated[int, typer.Option(help="Backward passes a passage for the damage estimate.")] = 1,
-    seed: Annotated[int, typer.Option(help="Chooses passages and labels.")] = 0,
+    context: Annotated[int, _help("context")] = _default("context"),
+    passages: Annotated[int, _help("passages")] = _default("passages"),
+    ranks: Annotated[str, _help("ranks")] = ",".join(map(str, _default("ranks"))),
+    window: Annotated[int, _help("window")] = _default("window"),
+    sinks: Annotated[int, _help("sinks")] = _default("sinks"),
+    quick: Annotated[bool, typer.Option("--quick", help=DiagnosisOptions.help("quick"))] = False,
+    verify: Annotated[int, _help("verify")] = _default("verify"),
+    draws: Annotated[int, _help("draws")] = _default("draws"),
+    seed: Annotated[int, _help("seed")] = _default("seed"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result in the folder.")] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load weights that can run code.")] = False,
     trust_remote_code: Annotated[
@@ -41,7 +51,18 @@ def diagnose(
 
     Examples: attngap diagnose smollm2 -o diagnosis, attngap diagnose gpt2 --text notes.txt --quick -o quick
     """
-    chosen = parse_ranks(ranks)
+    options = DiagnosisOptions(
+        context=context,
+        passages=passages,
+        ranks=tuple(parse_ranks(ranks)),
+        window=window,
+        sinks=sinks,
+        quick=quick,
+        verify=verify,
+        draws=draws,
+        seed=seed,
+    )
+    check_output(output, "diagnosis.json", "diagnosis", overwrite=overwrite)
     from attngap.diagnosis.diagnose import diagnose as run
     from attngap.heads.passages import read
     from attngap.models.load import load
@@ -52,15 +73,7 @@ def diagnose(
         loaded,
         tokenizer,
         documents,
-        context=context,
-        passages=passages,
-        ranks=chosen,
-        window=window,
-        sinks=sinks,
-        quick=quick,
-        verify=verify,
-        draws=draws,
-        seed=seed,
+        options=options,
         directory=output,
         overwrite=overwrite,
         name=model,

@@ -41,14 +41,14 @@ def evaluate(
         harness(directory, lm_eval, limit, as_json)
         return
     from attngap.cli.linearize import show
-    from attngap.conversion.evaluate import Measures
-    from attngap.conversion.evaluate import evaluate as run
-    from attngap.conversion.receipt import Receipt
+    from attngap.conversion.evaluate import Measures, measure
+    from attngap.conversion.receipt import FILE, Receipt, unmeasured_receipt
     from attngap.heads.passages import read
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
 
-    receipt = Receipt.load(directory)
+    conversion = read_record(directory)
+    receipt = Receipt.load(directory) if (directory / FILE).exists() else unmeasured_receipt(conversion)
     measures = Measures(
         passages=passages,
         trials=trials,
@@ -56,11 +56,10 @@ def evaluate(
         prefill_up_to=prefill_up_to,
         text=read(text) if text else None,
     )
-    original, tokenizer = load_base(directory, read_record(directory))
+    original, tokenizer = load_base(directory, conversion)
     converted, _ = load(directory)
-    quality, speed = run(original, converted, tokenizer, None, measures, context=receipt.options["context"])
-    updated = receipt.model_copy(update={"quality": quality, "speed": speed, "notes": []})
-    updated = updated.model_copy(update={"notes": updated.shortcomings()})
+    figures = measure(original, converted, tokenizer, None, measures, context=receipt.options["context"])
+    updated = receipt.model_copy(update={"notes": []}).with_figures(figures)
     updated.save(directory)
     if as_json:
         print(updated.model_dump_json(by_alias=True))

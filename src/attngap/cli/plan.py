@@ -1,11 +1,12 @@
 """`attngap plan`: choose how many heads keep softmax, on the curve of predicted damage."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from attngap.errors import unknown
+from attngap.options import GRANULARITY, KEEP, Granularity
 
 if TYPE_CHECKING:
     from attngap.models.plan import Plan
@@ -17,10 +18,10 @@ LEVELS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0)
 def plan(
     directory: Annotated[Path, typer.Argument(help="Folder written by `attngap diagnose`.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The plan to write.")] = Path("plan.json"),
-    keep: Annotated[float, typer.Option(help="Share of heads that keep softmax, 0 to 1.")] = 0.1,
+    keep: Annotated[float, typer.Option(help="Share of heads that keep softmax, 0 to 1.")] = KEEP,
     granularity: Annotated[
         str, typer.Option(help="Keep single heads, or whole key-head groups: head, group.")
-    ] = "head",
+    ] = GRANULARITY,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
 ) -> None:
     """Write which heads keep softmax and which are replaced, with the damage predicted for every other choice.
@@ -38,10 +39,10 @@ def plan(
         show(made, output)
 
 
-def read_granularity(text: str) -> Literal["head", "group"]:
+def read_granularity(text: str) -> Granularity:
     if text not in GRANULARITIES:
         raise unknown("granularity", text, GRANULARITIES)
-    return cast(Literal["head", "group"], text)
+    return cast(Granularity, text)
 
 
 def show(made: "Plan", output: Path) -> None:

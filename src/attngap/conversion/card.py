@@ -12,6 +12,12 @@ LIMITS = """\
 - The figures are those of this receipt, on its texts and machine; measure yours: `attngap eval DIR --text FILE`."""
 
 
+HEADER = """\
+| | perplexity | ratio | KL | induction | needle |
+|---|---|---|---|---|---|
+"""
+
+
 def model_card(receipt: Receipt, conversion: Conversion) -> str:
     """README.md with the metadata hubs read."""
     base = receipt.model if conversion.base.name == BASE else conversion.base.name
@@ -20,6 +26,7 @@ def model_card(receipt: Receipt, conversion: Conversion) -> str:
         f"| {_number(q.induction, '.1%')} | {_number(q.needle, '.1%')} |"
         for name, q in receipt.quality.items()
     )
+    table = HEADER + rows if rows else "Not measured yet: `attngap eval DIR`."
     notes = "".join(f"- {note}\n" for note in receipt.notes)
     return f"""---
 base_model: {base}
@@ -42,9 +49,7 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 
 ## Receipt
 
-| | perplexity | ratio | KL | induction | needle |
-|---|---|---|---|---|---|
-{rows}
+{table}
 
 {notes}
 ## Limits

@@ -1,13 +1,16 @@
 """Measure a converted model beside its original and two baselines, in one run."""
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.quality import Quality, on_text, recall
-from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW
+from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Figures
 from attngap.conversion.speed import Speed, speeds
 from attngap.heads.forward import is_language_model
 from attngap.heads.passages import passages
@@ -30,7 +33,7 @@ class Measures:
     seed: int = 1
 
 
-def evaluate(
+def measure(
     original: PreTrainedModel,
     converted: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -38,30 +41,56 @@ def evaluate(
     measures: Measures,
     *,
     context: int,
-) -> tuple[dict[str, Quality], dict[str, list[Speed]]]:
-    """Quality of the original, the converted model and the baselines; speed of the first two."""
-    predicts = is_language_model(original)
-    pair = {ORIGINAL: original, CONVERTED: converted}
-    models = pair | (baselines(original, converted, seed=measures.seed) if measures.baselines else {})
+) -> Figures:
+    """Quality of the original, the converted model and the baselines; speed of the first two.
+
+    A part that fails is left out and noted: what was fitted for an hour must not be lost to a figure about it.
+    """
+    pair, notes = {ORIGINAL: original, CONVERTED: converted}, []
+    quality: dict[str, Quality] = {}
+    speed: dict[str, list[Speed]] = {}
+    with _noting("quality", notes):
+        models = pair | (baselines(original, converted, seed=measures.seed) if measures.baselines else {})
+        tokens = _passages(tokenizer, text, measures, context)
+        quality = on_text(models, tokens, is_language_model=is_language_model(original))
+        if is_language_model(original) and measures.trials:
+            with _noting("recall", notes):
+                _recall(models, tokenizer, text, quality, measures, context)
+    if is_language_model(original):
+        with _noting("speed", notes):
+            speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to)
+    return Figures(quality, speed, notes)
+
+
+@contextlib.contextmanager
+def _noting(what: str, notes: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind: the model may do anything that its authors did not think of
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        notes.append(f"{what} could not be measured: {first}")
+
+
+def _passages(
+    tokenizer: PreTrainedTokenizerBase, text: str | list[str] | None, measures: Measures, context: int
+) -> Int[Tensor, "count context"]:
+    """Held-out passages of the calibration text, or passages of a text of their own."""
     if measures.text is None:
-        tokens = passages(tokenizer, text, context=context, count=measures.passages, split="heldout")
-    else:
-        tokens = passages(tokenizer, measures.text, context=context, count=measures.passages, seed=measures.seed)
-    quality = on_text(models, tokens, is_language_model=predicts)
-    if predicts and measures.trials:
-        lengths = [length for length in measures.lengths if length <= context]
-        recall(
-            models,
-            tokenizer,
-            text,
-            quality,
-            context=context,
-            lengths=lengths or [context],
-            trials=measures.trials,
-            seed=measures.seed,
-        )
-    speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to) if predicts else {}
-    return quality, speed
+        return passages(tokenizer, text, context=context, count=measures.passages, split="heldout")
+    return passages(tokenizer, measures.text, context=context, count=measures.passages, seed=measures.seed)
+
+
+def _recall(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    quality: dict[str, Quality],
+    measures: Measures,
+    context: int,
+) -> None:
+    lengths = [length for length in measures.lengths if length <= context] or [context]
+    sizes = {"context": context, "lengths": lengths, "trials": measures.trials, "seed": measures.seed}
+    recall(models, tokenizer, text, quality, **sizes)
 
 
 def baselines(original: PreTrainedModel, converted: PreTrainedModel, *, seed: int) -> dict[str, PreTrainedModel]:

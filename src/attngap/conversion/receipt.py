@@ -1,18 +1,32 @@
 """The receipt of a conversion: what was kept, what it costs in quality, what it gains, and where it falls short."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from attngap.conversion import receipt_view
+from attngap.conversion.options import ConversionOptions
 from attngap.conversion.quality import Quality
 from attngap.conversion.speed import Speed
 from attngap.errors import AttngapError
+from attngap.models.save import Conversion
+from attngap.storage.files import write_text
 
 SCHEMA = "attngap.receipt/1"
 FILE = "receipt.json"
+DEFAULT_CONTEXT: int = ConversionOptions.default("context")
 ORIGINAL, CONVERTED, WINDOW, RANDOM = "original", "converted", "sinks + window only", "random heads"
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What was measured, by model; notes say what could not be."""
+
+    quality: dict[str, Quality]
+    speed: dict[str, list[Speed]]
+    notes: list[str]
 
 
 class Receipt(BaseModel):
@@ -28,7 +42,7 @@ class Receipt(BaseModel):
     kept_groups: int  # those whose full cache some kept head needs
     keep: list[tuple[int, int]]
     options: dict[str, Any]
-    quality: dict[str, Quality]
+    quality: dict[str, Quality] = {}  # empty: not measured
     speed: dict[str, list[Speed]] = {}
     fit_error: dict[str, float] = {}  # median and worst over the replaced heads, held out
     joint: dict[str, float] = {}  # held-out divergence before and after the joint pass
@@ -37,7 +51,13 @@ class Receipt(BaseModel):
     provenance: dict[str, Any] = {}
 
     def save(self, directory: str | Path) -> None:
-        (Path(directory) / FILE).write_text(self.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
+        write_text(Path(directory) / FILE, self.model_dump_json(by_alias=True, indent=1) + "\n")
+
+    def with_figures(self, figures: Figures, *, seconds: dict[str, float] | None = None) -> "Receipt":
+        """The receipt with what was measured, and where that falls short."""
+        changes: dict[str, Any] = {"quality": figures.quality, "speed": figures.speed}
+        found = self.model_copy(update=changes | ({} if seconds is None else {"seconds": dict(seconds)}))
+        return found.model_copy(update={"notes": [*self.notes, *figures.notes, *found.shortcomings()]})
 
     @classmethod
     def load(cls, directory: str | Path) -> "Receipt":
@@ -69,7 +89,9 @@ class Receipt(BaseModel):
 
     def shortcomings(self) -> list[str]:
         """Where the conversion is not clearly better than a baseline; said, never hidden."""
-        ours, found = self.quality[CONVERTED], []
+        ours, found = self.quality.get(CONVERTED), []
+        if ours is None:
+            return []
         for name in (WINDOW, RANDOM):
             other = self.quality.get(name)
             if other is None:
@@ -81,3 +103,22 @@ class Receipt(BaseModel):
                 if a is not None and b is not None and b > a:
                     found.append(f"{name} has better {label} ({b:.1%} against {a:.1%})")
         return found
+
+
+def unmeasured_receipt(conversion: Conversion) -> Receipt:
+    """Of a converted model that was saved without a receipt: what its record tells."""
+    facts, near = conversion.plan.model, conversion.plan.replacement
+    group = facts.heads // facts.kv_heads
+    kept = set(conversion.plan.keep)
+    reach = next((each.options["reach"] for each in conversion.layers if each.options.get("reach")), None)
+    return Receipt(
+        model=facts.name,
+        mechanism=near.feature_map,
+        heads=facts.layers * facts.heads,
+        kept=len(kept),
+        groups=facts.layers * facts.kv_heads,
+        kept_groups=len({(layer, head // group) for layer, head in kept}),
+        keep=sorted(kept),
+        options={"context": reach or DEFAULT_CONTEXT, "window": near.window, "sinks": near.sinks},
+        provenance=conversion.provenance,
+    )

@@ -20,7 +20,8 @@ def headline(receipt: "Receipt") -> str:
 
 def tables(receipt: "Receipt") -> list[Grid]:
     """Quality beside original and baselines, then speed and memory where they were measured."""
-    return [_quality(receipt), *([_speed(receipt)] if any(receipt.speed.values()) else [])]
+    quality = [_quality(receipt)] if receipt.quality else []
+    return [*quality, *([_speed(receipt)] if any(receipt.speed.values()) else [])]
 
 
 def show(receipt: "Receipt") -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attngap.diagnosis.result import Head, Read
-from attngap.diagnosis.stages import STRESS, Job
+from attngap.diagnosis.stages import STRESS, DiagnosisRun
 from attngap.diagnosis.survey import summary
 from attngap.heads.damage import score
 from attngap.heads.obstacles import LINEAR, OBSTACLES
@@ -17,19 +17,19 @@ MEASURED = ("entropy", "top", "sink", "near", "far", "kappa", "kappa_p10", "kapp
 MEASURED += ("n_star", "spread", "logit_ratio")
 
 
-def heads(job: Job, tokenizer: PreTrainedTokenizerBase, rank: int | None, *, deep: bool) -> list[Head]:
+def heads(run: DiagnosisRun, tokenizer: PreTrainedTokenizerBase, rank: int | None, *, deep: bool) -> list[Head]:
     """Every head, layer by layer; what was not measured stays None."""
     out = []
-    for layer in range(job.shape.layers):
-        rows = _statistics(job, layer)
+    for layer in range(run.shape.layers):
+        rows = _statistics(run, layer)
         if deep:
-            _add(rows, _errors(job, layer))
+            _add(rows, _errors(run, layer))
             if rank is not None:
-                _add(rows, _certificates(job, layer, rank))
-            _add(rows, _damages(job, layer, rank))
-            for row, pairs in zip(rows, _reads(job, layer, tokenizer), strict=True):
+                _add(rows, _certificates(run, layer, rank))
+            _add(rows, _damages(run, layer, rank))
+            for row, pairs in zip(rows, _reads(run, layer, tokenizer), strict=True):
                 row["reads"] = pairs
-        group = job.shape.heads // job.shape.kv_heads
+        group = run.shape.heads // run.shape.kv_heads
         for head, row in enumerate(rows):
             place = {"id": f"{layer}.{head}", "layer": layer, "head": head, "kv_head": head // group}
             linear = row["reason"] == LINEAR
@@ -38,40 +38,40 @@ def heads(job: Job, tokenizer: PreTrainedTokenizerBase, rank: int | None, *, dee
     return out
 
 
-def cross_rows(job: Job) -> list[dict[str, float | int | None]]:
+def cross_rows(run: DiagnosisRun) -> list[dict[str, float | int | None]]:
     """Cross-attention, apart: statistics only."""
     out = []
-    for layer in range(job.shape.cross):
-        found = summary([_piece(job, f"cross-{i}-{layer}") for i in range(len(job.text))])
-        for head in range(job.shape.heads):
+    for layer in range(run.shape.cross):
+        found = summary([_piece(run, f"cross-{i}-{layer}") for i in range(len(run.text))])
+        for head in range(run.shape.heads):
             row = {name: _number(found[name][head]) for name in ("entropy", "top", "kappa", "selecting", "n_star")}
             out.append({"layer": layer, "head": head, **row})
     return out
 
 
-def patterns(job: Job) -> dict[str, np.ndarray]:
+def patterns(run: DiagnosisRun) -> dict[str, np.ndarray]:
     """Pictures of all heads, `(heads, 64, 64)` bytes on a square-root scale, for the first passage and for stress."""
-    layers = range(job.shape.layers)
+    layers = range(run.shape.layers)
     names = {"text": "0", "stress": STRESS}
     return {
-        title: torch.cat([_piece(job, f"deep-{name}-{layer}")["pattern"] for layer in layers]).numpy()
+        title: torch.cat([_piece(run, f"deep-{name}-{layer}")["pattern"] for layer in layers]).numpy()
         for title, name in names.items()
     }
 
 
-def coarsening(job: Job) -> tuple[int, int]:
+def coarsening(run: DiagnosisRun) -> tuple[int, int]:
     """How many of the possible cuts the floors tried."""
-    pieces = (_piece(job, f"deep-0-{layer}") for layer in range(job.shape.layers))
+    pieces = (_piece(run, f"deep-0-{layer}") for layer in range(run.shape.layers))
     cuts, possible = next((piece["cuts"].tolist() for piece in pieces if "cuts" in piece), (0, 0))
     return cuts, possible
 
 
-def _statistics(job: Job, layer: int) -> list[dict[str, Any]]:
-    pieces = [_piece(job, f"rows-{i}-{layer}") for i in range(len(job.text))]
+def _statistics(run: DiagnosisRun, layer: int) -> list[dict[str, Any]]:
+    pieces = [_piece(run, f"rows-{i}-{layer}") for i in range(len(run.text))]
     text, barred = summary(pieces), int(pieces[0]["obstacle"])
-    stress = _piece(job, f"rows-{STRESS}-{layer}")
+    stress = _piece(run, f"rows-{STRESS}-{layer}")
     rows = []
-    for head in range(job.shape.heads):
+    for head in range(run.shape.heads):
         row = {name: _number(text[name][head]) for name in MEASURED}
         row |= {name: _number(stress[name][head]) for name in ("previous", "duplicate", "induction")}
         row["stress_far"] = max(0.0, 1 - float(stress["sink"][head] + stress["near"][head]))
@@ -81,12 +81,12 @@ def _statistics(job: Job, layer: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
-    first, stress = _piece(job, f"deep-0-{layer}"), _piece(job, f"deep-{STRESS}-{layer}")
-    linear = _piece(job, f"rows-0-{layer}")["linear"]
-    place = job.depth.ranks.index(rank)
+def _certificates(run: DiagnosisRun, layer: int, rank: int) -> list[dict[str, Any]]:
+    first, stress = _piece(run, f"deep-0-{layer}"), _piece(run, f"deep-{STRESS}-{layer}")
+    linear = _piece(run, f"rows-0-{layer}")["linear"]
+    place = run.options.ranks.index(rank)
     rows: list[dict[str, Any]] = []
-    for head in range(job.shape.heads):
+    for head in range(run.shape.heads):
         if linear[head]:
             rows.append({})
             continue
@@ -104,10 +104,10 @@ def _certificates(job: Job, layer: int, rank: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _errors(job: Job, layer: int) -> list[dict[str, Any]]:
+def _errors(run: DiagnosisRun, layer: int) -> list[dict[str, Any]]:
     """Of the fitted replacement and of untrained mechanisms, where the layer can be replaced."""
-    first, stress = _piece(job, f"deep-0-{layer}"), _piece(job, f"deep-{STRESS}-{layer}")
-    linear = _piece(job, f"rows-0-{layer}")["linear"]
+    first, stress = _piece(run, f"deep-0-{layer}"), _piece(run, f"deep-{STRESS}-{layer}")
+    linear = _piece(run, f"rows-0-{layer}")["linear"]
     untrained = {name.removeprefix("error."): error for name, error in first.items() if name.startswith("error.")}
     return [
         {
@@ -118,25 +118,25 @@ def _errors(job: Job, layer: int) -> list[dict[str, Any]]:
         }
         if "fit" in first and not linear[head]
         else {}
-        for head in range(job.shape.heads)
+        for head in range(run.shape.heads)
     ]
 
 
-def _damages(job: Job, layer: int, rank: int | None) -> list[dict[str, Any]]:
+def _damages(run: DiagnosisRun, layer: int, rank: int | None) -> list[dict[str, Any]]:
     """Damage is the mean over text passages; the ceiling's is to the fit's as on the first passage.
 
     A head without a replacement has no damage, but what the best weights of a rank would cost it is known all the same.
     """
-    rows = _piece(job, f"rows-0-{layer}")
+    rows = _piece(run, f"rows-0-{layer}")
     linear = rows["linear"]
-    labels = job.shape.is_language_model
-    pieces = {name: _piece(job, f"damage-{name}")[str(layer)] for name, _ in job.damaged()}
+    labels = run.shape.is_language_model
+    pieces = {name: _piece(run, f"damage-{name}")[str(layer)] for name, _ in run.damaged()}
     found = {name: score(piece, is_language_model=labels) for name, piece in pieces.items()}
     stress, first = found.pop(STRESS), found["0"]  # (1 + ranks, h)
     fitted = torch.stack([one[0] for one in found.values()]).mean(0)
-    place = None if rank is None else job.depth.ranks.index(rank)
+    place = None if rank is None else run.options.ranks.index(rank)
     out = []
-    for head in range(job.shape.heads):
+    for head in range(run.shape.heads):
         row: dict[str, Any] = {}
         if not linear[head] and place is not None:
             row["recall_unavoidables"] = stress[1:, head].tolist()
@@ -162,14 +162,14 @@ def _weigh(rows: list[Head]) -> None:
         head.importance = ((head.damage or 0.0) / text + (head.recall_damage or 0.0) / recall) / 2
 
 
-def _reads(job: Job, layer: int, tokenizer: PreTrainedTokenizerBase) -> list[list[Read]]:
-    piece, tokens = _piece(job, f"deep-0-{layer}"), job.text[0].tolist()
+def _reads(run: DiagnosisRun, layer: int, tokenizer: PreTrainedTokenizerBase) -> list[list[Read]]:
+    piece, tokens = _piece(run, f"deep-0-{layer}"), run.text[0].tolist()
 
     def word(place: int) -> str:
         return str(tokenizer.decode([tokens[place]])) if place < len(tokens) else ""
 
     out = []
-    for head in range(job.shape.heads):
+    for head in range(run.shape.heads):
         found = zip(*(piece[f"read_{name}"][head].tolist() for name in ("query", "key", "weight")), strict=True)
         out.append(
             [
@@ -186,8 +186,8 @@ def _add(rows: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
         row |= extra
 
 
-def _piece(job: Job, name: str) -> dict[str, Tensor]:
-    return job.checkpoint.require(name)
+def _piece(run: DiagnosisRun, name: str) -> dict[str, Tensor]:
+    return run.checkpoint.require(name)
 
 
 def _number(value: Tensor) -> float | None:

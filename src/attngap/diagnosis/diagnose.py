@@ -1,27 +1,37 @@
 """Which heads of a model need softmax, why, and how much of the gap no linear attention could close."""
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.diagnosis import assemble
-from attngap.diagnosis.layers import Depth
+from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.diagnosis.result import RESULT, Diagnosis
-from attngap.diagnosis.stages import DEPTH, Job, Shape, estimate_damage, look_deep, shape_of, take_statistics
-from attngap.diagnosis.verdicts import judge
+from attngap.diagnosis.stages import (
+    DiagnosisRun,
+    Shape,
+    estimate_damage,
+    shape_of,
+    take_floors_and_fits,
+    take_statistics,
+)
+from attngap.diagnosis.verdicts import set_verdicts
 from attngap.diagnosis.verify import verify as measure_damage
 from attngap.errors import AttngapError
 from attngap.heads.passages import PERIOD, stress
 from attngap.heads.passages import passages as cut
-from attngap.models.plan import ModelFacts, Replacement, architecture, fingerprint
+from attngap.models.plan import ModelFacts, architecture, fingerprint
+from attngap.options import KEEP
 from attngap.provenance import provenance
-from attngap.storage.checkpoint import PIECES, claimed, open_checkpoint
+from attngap.storage.checkpoint import PIECES, open_checkpoint
+from attngap.storage.folder import check_output
 
-KEEP = 0.1  # the share of heads that verdicts keep; a plan may keep another
 MORE = (8, 4, 2, 1)  # additional, shorter passages for damage: as many of these as the text has room for
 MORE_CONTEXT = 512
 VERIFY_PASSAGES = 4
@@ -33,98 +43,98 @@ def diagnose(
     tokenizer: PreTrainedTokenizerBase,
     text: str | Sequence[str] | None = None,
     *,
-    context: int = 1024,
-    passages: int = 4,
-    ranks: Sequence[int] = (8, 16, 64, 128),
-    window: int = 64,
-    sinks: int = 4,
-    quick: bool = False,
-    verify: int = 0,
-    seed: int = 0,
-    draws: int = 1,
+    options: DiagnosisOptions | None = None,
     directory: str | Path | None = None,
     overwrite: bool = False,
     name: str | None = None,
     quiet: bool | None = None,
+    **changes: Any,
 ) -> Diagnosis:
-    """Diagnose every head of `model` on `passages` passages of `context` tokens of `text` and on a stress passage.
+    """Diagnose every head of `model` on some passages of `text` and on a stress passage of repeated random tokens.
 
-    `quick` takes statistics only, and no `ranks` leave out floors and ceilings. Floors, ceilings, fits and damage look
-    at the first 1024 tokens of each passage.
-    `verify` replaces that many heads for real, on held-out passages. With a `directory` the result is saved there and
-    a killed run, started again with the same arguments, goes on where it stopped.
+    Options of `DiagnosisOptions` are given by name, such as `context=2048`, or as `options`. `quick` takes statistics
+    only, and no `ranks` leave out floors and ceilings. Floors, ceilings, fits and damage look at the first 1024 tokens
+    of each passage. `verify` replaces that many heads for real, on held-out passages. With a `directory` the result is
+    saved there and a killed run, started again with the same arguments, goes on where it stopped.
+
+    >>> found = attngap.diagnose(model, tokenizer, quick=True)  # doctest: +SKIP
     """
-    name = str(name or model.config.name_or_path or architecture(model))
-    _check(model, context, passages, ranks, window, sinks, draws, verify, quick)
-    calibration = cut(tokenizer, text, context=context, count=passages, seed=seed)
-    held_out = _held_out(tokenizer, text, context, seed) if verify else None
-    more = _more(tokenizer, text, min(context, MORE_CONTEXT), seed)
-    repeated, period = _stress(tokenizer, context, window, seed)
-    rehearsal = _rehearsal(tokenizer, min(context, DEPTH), seed)
+    options = (options or DiagnosisOptions()).but(**changes)
+    folder = None if directory is None else Path(directory)
+    if folder is not None:
+        check_output(folder, RESULT, "diagnosis", overwrite=overwrite)
+    _check_context(model, options.context)
+    context, seed = options.context, options.seed
+    calibration = cut(tokenizer, text, context=context, count=options.passages, seed=seed)
+    held_out = _held_out(tokenizer, text, context, seed) if options.verify else None
+    stress, period = _stress(tokenizer, context, options.window, seed)
     shape = shape_of(model, calibration[:1])
     facts = ModelFacts(
-        name=name,
+        name=str(name or model.config.name_or_path or architecture(model)),
         architecture=architecture(model),
         fingerprint=fingerprint(model),
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
     )
-    options = {
-        "context": context,
-        "passages": passages,
-        "ranks": list(ranks),
-        "window": window,
-        "sinks": sinks,
-        "quick": quick,
-        "seed": seed,
-        "draws": draws,
-    }
-    key = options | {"model": facts.fingerprint, "tokens": int(calibration.sum()) + int(repeated.sum())}
-    replacement = Replacement(window=window, sinks=sinks)
-    with open_checkpoint(_pieces(directory, overwrite), key) as checkpoint:
-        depth = Depth(tuple(ranks), replacement)
-        job = Job(model, shape, calibration, more, repeated, period, rehearsal, depth, draws, seed, checkpoint, quiet)
-        seconds = _stages(job, quick)
-        result = _assemble(job, tokenizer, facts, options | {"verify": verify}, seconds)
+    key = options.but(verify=0).record() | {"model": facts.fingerprint, "tokens": _digest(calibration, stress)}
+    with open_checkpoint(None if folder is None else folder / PIECES, key) as checkpoint:
+        run = DiagnosisRun(
+            model=model,
+            shape=shape,
+            options=options,
+            text=calibration,
+            more=_more(tokenizer, text, min(context, MORE_CONTEXT), seed),
+            stress=stress,
+            period=period,
+            fit_repeats=_fit_repeats(tokenizer, min(context, MAX_TOKENS), seed),
+            checkpoint=checkpoint,
+            quiet=quiet,
+        )
+        seconds = _run_stages(run)
+        result = _assemble(run, tokenizer, facts, seconds)
         if held_out is not None:
-            other, _ = _stress(tokenizer, context, window, seed + 1)
-            result.verification = measure_damage(job, result.heads, held_out, other, verify)
-        if directory is not None:
-            result.save(directory)
+            other, _ = _stress(tokenizer, context, options.window, seed + 1)
+            result.verification = measure_damage(run, result.heads, held_out, other, options.verify)
+        if folder is not None:
+            result.save(folder)
     return result
 
 
-def _stages(job: Job, quick: bool) -> dict[str, float]:
+def _digest(*tokens: Tensor) -> str:
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in tokens)).hexdigest()
+
+
+def _run_stages(run: DiagnosisRun) -> dict[str, float]:
     seconds = {}
     stages = {"statistics": take_statistics}
-    if not quick:
-        stages |= {"floors and fits": look_deep, "damage": estimate_damage}
+    if not run.options.quick:
+        stages |= {"floors and fits": take_floors_and_fits, "damage": estimate_damage}
     for title, stage in stages.items():
         start = time.monotonic()
-        stage(job)
+        stage(run)
         seconds[title] = round(time.monotonic() - start, 2)
     return seconds
 
 
-def _assemble(job: Job, tokenizer, facts: ModelFacts, options: dict, seconds: dict[str, float]) -> Diagnosis:
-    deep = not options["quick"]
-    rank = headline_rank(job.depth.ranks, job.shape) if deep and job.depth.ranks else None
-    heads = assemble.heads(job, tokenizer, rank, deep=deep)
-    judge(heads, KEEP, rank, "nats" if job.shape.is_language_model else "of squared embedding change")
+def _assemble(run: DiagnosisRun, tokenizer, facts: ModelFacts, seconds: dict[str, float]) -> Diagnosis:
+    options, deep = run.options, not run.options.quick
+    rank = headline_rank(options.ranks, run.shape) if deep and options.ranks else None
+    heads = assemble.heads(run, tokenizer, rank, deep=deep)
+    set_verdicts(heads, KEEP, rank, "nats" if run.shape.is_language_model else "of squared embedding change")
     result = Diagnosis(
         model=facts,
-        options=options,
+        options=options.record(),
         rank=rank,
-        replacement=job.depth.replacement,
-        damage_unit=_unit(job.shape) if deep else None,
+        replacement=run.replacement,
+        damage_unit=_unit(run.shape) if deep else None,
         heads=heads,
-        cross=assemble.cross_rows(job),
-        notes=_notes(job, options),
+        cross=assemble.cross_rows(run),
+        notes=_notes(run),
         seconds=seconds,
-        provenance=provenance(seed=options["seed"], model=facts.name),
+        provenance=provenance(seed=options.seed, model=facts.name),
     )
-    return result.with_pictures(assemble.patterns(job)) if deep else result
+    return result.with_pictures(assemble.patterns(run)) if deep else result
 
 
 def headline_rank(ranks: Sequence[int], shape: Shape) -> int:
@@ -138,22 +148,23 @@ def _unit(shape: Shape) -> str:
     return "squared change of the normalized mean-pooled embedding (an encoder has no labels)"
 
 
-def _notes(job: Job, options: dict) -> list[str]:
+def _notes(run: DiagnosisRun) -> list[str]:
+    options = run.options
     notes = ["n_star extrapolates: it holds if longer contexts bring competitors like the present ones"]
-    if job.shape.linear:
-        notes.append(f"{job.shape.linear} heads are linear already: their statistics are of the weights they have now")
-        if options["context"] > DEPTH:
-            notes.append(f"statistics of a converted model look at the first {DEPTH} tokens of each passage")
-    if options["quick"]:
+    if run.shape.linear:
+        notes.append(f"{run.shape.linear} heads are linear already: their statistics are of the weights they have now")
+        if options.context > MAX_TOKENS:
+            notes.append(f"statistics of a converted model look at the first {MAX_TOKENS} tokens of each passage")
+    if options.quick:
         return [*notes, "quick: no floors, fits or damage; verdicts go by statistics alone"]
-    if job.more:
-        notes.append(f"damage was estimated on {len(job.more)} more passages of {job.more[0].shape[1]} tokens as well")
-    if options["context"] > DEPTH:
-        notes.append(f"floors, fits and damage look at the first {DEPTH} tokens of each passage")
-    if not job.depth.ranks:
+    if run.more:
+        notes.append(f"damage was estimated on {len(run.more)} more passages of {run.more[0].shape[1]} tokens as well")
+    if options.context > MAX_TOKENS:
+        notes.append(f"floors, fits and damage look at the first {MAX_TOKENS} tokens of each passage")
+    if not options.ranks:
         return [*notes, "no ranks were asked for: no floors and no ceilings, and damage is not split"]
-    cuts, possible = assemble.coarsening(job)
-    if job.shape.causal:
+    cuts, possible = assemble.coarsening(run)
+    if run.shape.causal:
         notes.append(
             f"floors tried {cuts} of {possible} cuts: they are certified, a finer search could only raise them"
         )
@@ -178,7 +189,7 @@ def _stress(tokenizer, context: int, window: int, seed: int) -> tuple[Tensor, in
     return stress(tokenizer, context=context, seed=seed, period=max(PERIOD, 2 * window))
 
 
-def _rehearsal(tokenizer, length: int, seed: int) -> Tensor:
+def _fit_repeats(tokenizer, length: int, seed: int) -> Tensor:
     """Random tokens twice, as long as the text; an odd length loses the last of the second copy."""
     return stress(tokenizer, context=length + 1, seed=seed + 2, period=length)[0][:, :length]
 
@@ -188,35 +199,9 @@ def _held_out(tokenizer, text, context: int, seed: int):
     return cut(tokenizer, text, context=size, count=VERIFY_PASSAGES, seed=seed, split="heldout")
 
 
-def _pieces(directory: str | Path | None, overwrite: bool) -> Path | None:
-    """Where pieces of the run go; a folder that holds anything but a diagnosis of ours is refused."""
-    if directory is None:
-        return None
-    folder, pieces = Path(directory), Path(directory) / PIECES
-    if (folder / RESULT).exists() and not overwrite:
-        raise AttngapError(f"'{folder}' already holds a diagnosis. Choose another folder, or pass --overwrite")
-    if folder.is_dir() and any(folder.iterdir()) and not (claimed(pieces) or (folder / RESULT).exists()):
-        raise AttngapError(f"'{folder}' is not empty and not a diagnosis. Choose another folder")
-    return pieces
-
-
-def _check(model, context, passages, ranks, window, sinks, draws, verify, quick) -> None:
+def _check_context(model: PreTrainedModel, context: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > limit:
         raise AttngapError(
             f"context {context} is beyond the model's {limit} positions. Give a context of at most {limit}"
         )
-    for label, value, least in (
-        ("context", context, 16),
-        ("passages", passages, 1),
-        ("window", window, 1),
-        ("sinks", sinks, 0),
-        ("draws", draws, 1),
-        ("verify", verify, 0),
-    ):
-        if value < least:
-            raise AttngapError(f"{label} must be at least {least}, got {value}")
-    if ranks and (min(ranks) < 1 or len(set(ranks)) < len(ranks) or max(ranks) >= min(context, DEPTH)):
-        raise AttngapError(f"ranks must be distinct, from 1 to {min(context, DEPTH) - 1}, got {list(ranks)}")
-    if verify and quick:
-        raise AttngapError("verify needs fitted replacements, which quick does not make. Leave out one of the two")

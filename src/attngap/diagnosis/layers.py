@@ -1,6 +1,7 @@
 """All that one layer's queries, keys and values tell: floors, ceilings, patterns, untrained and fitted errors."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -19,38 +20,32 @@ PATTERN = 64  # an attention pattern is kept as a picture of this many squares a
 READS = 6  # far pairs of tokens kept for each head
 SPECTRUM = 128  # singular values kept
 UNTRAINED = ("elu", "relu", "favor", "hedgehog")
-FIT = dataclasses.replace(QUICK, steps=20, check=20)  # a quarter of the steps go to the rehearsal
+FIT = dataclasses.replace(QUICK, steps=20, check=20)  # a quarter of the steps go to repeated tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class Depth:
-    """How deep to look: the ranks of certificates (none without), and what stays exact in a replacement."""
-
-    ranks: tuple[int, ...]
-    replacement: Replacement
-
-
-def examine(inputs: LayerInputs, exact: Float[Tensor, "h t dv"], depth: Depth) -> dict[str, Tensor]:
+def examine(
+    inputs: LayerInputs, exact: Float[Tensor, "h t dv"], ranks: Sequence[int], near: Replacement
+) -> dict[str, Tensor]:
     """One layer on one sequence: certificates, a picture of the weights, and the error of untrained mechanisms.
 
     Heads that are linear already have a picture only; zeros stand where their certificates would be.
     """
-    weights, near = inputs.weights(), depth.replacement
+    weights = inputs.weights()
     out = {"pattern": pattern(weights), **reads(weights, near.window, near.sinks)}
     softmax = [head for head in range(inputs.heads) if head not in inputs.linear]
-    if softmax and depth.ranks:
-        out |= _certificates(weights, inputs, softmax, depth)
+    if softmax and ranks:
+        out |= _certificates(weights, inputs, softmax, ranks, near)
     if obstacle(inputs) is None:
         for name, candidate in untrained(inputs, near).items():
             out[f"error.{name}"] = relative_error(output(candidate, inputs), exact)
     return out
 
 
-def _certificates(weights: Tensor, inputs: LayerInputs, heads: list[int], depth: Depth) -> dict[str, Tensor]:
-    values, near = inputs.v.repeat_interleave(inputs.group, 0), depth.replacement
-    found = bounds(
-        weights[heads], values[heads], depth.ranks, window=near.window, sinks=near.sinks, causal=inputs.causal
-    )
+def _certificates(
+    weights: Tensor, inputs: LayerInputs, heads: list[int], ranks: Sequence[int], near: Replacement
+) -> dict[str, Tensor]:
+    values = inputs.v.repeat_interleave(inputs.group, 0)
+    found = bounds(weights[heads], values[heads], ranks, window=near.window, sinks=near.sinks, causal=inputs.causal)
 
     def placed(part: Tensor) -> Tensor:
         whole = part.new_zeros(inputs.heads, *part.shape[1:])
@@ -96,7 +91,7 @@ def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str,
 def fit(batch: list[LayerInputs], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism | None:
     """A replacement fitted to the layer's own outputs, or None where there is none for such a layer.
 
-    The first of the batch is the rehearsal. Of several others the last is held out; a single one is trained on.
+    The batch begins with repeated random tokens. Of several others the last is held out; a single one is trained on.
     """
     if obstacle(batch[0]) is not None:
         return None

@@ -14,6 +14,7 @@ from attngap.charts.inline import Grid, head_squares, number
 from attngap.errors import AttngapError, missing_extra
 from attngap.heads.choice import ranked_units
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
+from attngap.options import GRANULARITY, KEEP, Granularity
 from attngap.storage.files import write_atomically, write_text
 
 SCHEMA = "attngap.diagnosis/1"
@@ -164,6 +165,7 @@ class Diagnosis(_Strict):
         return f"<div><p><b>{escape(repr(self))}</b></p>{head_squares(places, VERDICTS)}{table.html()}</div>"
 
     def plan(self, keep: float = 0.1, granularity: Literal["head", "group"] = "head") -> Plan:
+    def plan(self, keep: float = KEEP, granularity: Granularity = GRANULARITY) -> Plan:
         """Keep softmax on the share `keep` of heads (or key-head groups) whose loss would hurt most.
 
         Importance is a head's share of all damage on text plus its share of all damage on the stress passage: the two
@@ -183,7 +185,7 @@ class Diagnosis(_Strict):
             curve=self._curve(ordered),
         )
 
-    def _ranked(self, granularity: Literal["head", "group"]) -> list[list[Head]]:
+    def _ranked(self, granularity: Granularity) -> list[list[Head]]:
         """Replaceable heads, or groups of them, the most important first."""
         heads = {(head.layer, head.head): head for head in self.heads if head.replaceable}
         if any(head.importance is None for head in heads.values()):

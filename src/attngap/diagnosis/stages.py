@@ -10,8 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attngap.diagnosis.layers import Depth, examine, fit, monotonicity
+from attngap.diagnosis.layers import examine, fit, monotonicity
 from attngap.diagnosis.linear import with_mixing
+from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.diagnosis.survey import survey
 from attngap.errors import AttngapError
 from attngap.heads.damage import label_directions, projections, random_directions
@@ -20,10 +21,10 @@ from attngap.heads.inputs import LayerInputs, layer_inputs
 from attngap.heads.obstacles import obstacle
 from attngap.heads.replacement import build_replacement, output, relative_error
 from attngap.models.capture import Call, capture
+from attngap.models.plan import Replacement
 from attngap.progress import progress
 from attngap.storage.checkpoint import Checkpoint
 
-DEPTH = 1024  # floors, fits and damage look at the first tokens of a passage only; statistics at all of it
 STRESS = "stress"
 STRESS_DRAWS = 4  # there is one stress passage and many of text
 EMBEDDING_DRAWS = 16  # a passage has one embedding but a label at every token: one direction of it says too little
@@ -44,21 +45,24 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One diagnosis: the model, its passages, the depth, and where pieces go."""
+class DiagnosisRun:
+    """One diagnosis under way: the model, its passages, the options, and where pieces go."""
 
     model: PreTrainedModel
     shape: Shape
+    options: DiagnosisOptions
     text: Int[Tensor, "p t"]
     more: list[Int[Tensor, "1 t"]]  # shorter passages for damage: it varies more with the text than with the labels
     stress: Int[Tensor, "1 t"]
     period: int
-    rehearsal: Int[Tensor, "1 t"]  # other repeated random tokens, for fits only: without any they know text alone
-    depth: Depth
-    draws: int
-    seed: int
+    fit_repeats: Int[Tensor, "1 t"]  # other repeated random tokens, for fits only: without any they know text alone
     checkpoint: Checkpoint
     quiet: bool | None
+
+    @property
+    def replacement(self) -> Replacement:
+        """What would stand in for a head."""
+        return Replacement(window=self.options.window, sinks=self.options.sinks)
 
     def passages(self) -> list[tuple[str, Tensor]]:
         """Every passage by name, the stress passage last."""
@@ -94,119 +98,119 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
     )
 
 
-def take_statistics(job: Job) -> None:
+def take_statistics(run: DiagnosisRun) -> None:
     """One forward pass a passage; every row of every head, no n x n matrix but of heads that are linear already."""
-    near = job.depth.replacement
-    for name, tokens in job.passages():
-        names = [f"rows-{name}-{layer}" for layer in range(job.shape.layers)]
-        names += [f"cross-{name}-{layer}" for layer in range(job.shape.cross)]
-        if all(map(job.checkpoint.has, names)):
+    near = run.options
+    for name, tokens in run.passages():
+        names = [f"rows-{name}-{layer}" for layer in range(run.shape.layers)]
+        names += [f"cross-{name}-{layer}" for layer in range(run.shape.cross)]
+        if all(map(run.checkpoint.has, names)):
             continue
-        with progress(f"statistics, {_title(name)}", len(names), quiet=job.quiet) as advance:
+        with progress(f"statistics, {_title(name)}", len(names), quiet=run.quiet) as advance:
 
             def watch(call: Call, name: str = name, advance: Callable[..., None] = advance) -> None:
                 piece = f"{'cross' if call.cross else 'rows'}-{name}-{call.layer}"
-                if not job.checkpoint.has(piece):
-                    period = job.period if name == STRESS and not call.cross else None
+                if not run.checkpoint.has(piece):
+                    period = run.period if name == STRESS and not call.cross else None
                     one = with_mixing(next(layer_inputs(call)), call)
-                    job.checkpoint.put(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
+                    run.checkpoint.put(piece, survey(one, window=near.window, sinks=near.sinks, period=period))
                 advance(note=f"layer {call.layer}")
 
-            _walk(job.model, tokens[:, :DEPTH] if job.shape.linear else tokens, watch)
+            _walk(run.model, tokens[:, :MAX_TOKENS] if run.shape.linear else tokens, watch)
 
 
-def look_deep(job: Job) -> None:
+def take_floors_and_fits(run: DiagnosisRun) -> None:
     """Floors, ceilings, untrained errors and fits, a layer at a time while the model runs: first text, then stress."""
-    text = torch.cat([job.rehearsal, job.text[:, :DEPTH]])
-    layers = range(job.shape.layers)
-    title = "floors and fits" if job.depth.ranks else "fits"
-    if not all(_deep(job, "0", layer) for layer in layers):
-        with progress(f"{title}, text", job.shape.layers, quiet=job.quiet) as advance:
-            _walk(job.model, text, lambda call: _text_layer(job, call, advance))
-    if not all(_deep(job, STRESS, layer) for layer in layers):
-        with progress(f"{title}, stress passage", job.shape.layers, quiet=job.quiet) as advance:
-            _walk(job.model, job.stress, lambda call: _stress_layer(job, call, advance))
+    text = torch.cat([run.fit_repeats, run.text[:, :MAX_TOKENS]])
+    layers = range(run.shape.layers)
+    title = "floors and fits" if run.options.ranks else "fits"
+    if not all(_deep(run, "0", layer) for layer in layers):
+        with progress(f"{title}, text", run.shape.layers, quiet=run.quiet) as advance:
+            _walk(run.model, text, lambda call: _text_layer(run, call, advance))
+    if not all(_deep(run, STRESS, layer) for layer in layers):
+        with progress(f"{title}, stress passage", run.shape.layers, quiet=run.quiet) as advance:
+            _walk(run.model, run.stress, lambda call: _stress_layer(run, call, advance))
 
 
-def _deep(job: Job, name: str, layer: int) -> bool:
-    return job.checkpoint.has(f"deep-{name}-{layer}")
+def _deep(run: DiagnosisRun, name: str, layer: int) -> bool:
+    return run.checkpoint.has(f"deep-{name}-{layer}")
 
 
-def _text_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
+def _text_layer(run: DiagnosisRun, call: Call, advance: Callable[..., None]) -> None:
     if call.cross:
         return
-    if not job.checkpoint.has(f"fit-{call.layer}"):
+    if not run.checkpoint.has(f"fit-{call.layer}"):
         advance(0, note=f"layer {call.layer}: fitting")
-        candidate = fit(list(layer_inputs(call)), call.output, job.depth.replacement)
-        job.checkpoint.put(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
-    advance(0, note=f"layer {call.layer}: {'floors' if job.depth.ranks else 'errors'}")
-    _examine(job, "0", call, first=1)
+        candidate = fit(list(layer_inputs(call)), call.output, run.replacement)
+        run.checkpoint.put(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
+    advance(0, note=f"layer {call.layer}: {'floors' if run.options.ranks else 'errors'}")
+    _examine(run, "0", call, first=1)
     advance(note=f"layer {call.layer}")
 
 
-def _stress_layer(job: Job, call: Call, advance: Callable[..., None]) -> None:
+def _stress_layer(run: DiagnosisRun, call: Call, advance: Callable[..., None]) -> None:
     if call.cross:
         return
-    _examine(job, STRESS, call, first=0)
+    _examine(run, STRESS, call, first=0)
     advance(note=f"layer {call.layer}")
 
 
-def _examine(job: Job, name: str, call: Call, first: int) -> None:
+def _examine(run: DiagnosisRun, name: str, call: Call, first: int) -> None:
     """Certificates of the batch's `first` passage; errors of the fit on that and all later ones."""
-    if _deep(job, name, call.layer):
+    if _deep(run, name, call.layer):
         return
     batch, exact = list(layer_inputs(call))[first:], call.output[first:]
-    found = examine(with_mixing(batch[0], call, first), exact[0], job.depth)
-    candidate = load_fit(job, call.layer, batch[0])
+    found = examine(with_mixing(batch[0], call, first), exact[0], run.options.ranks, run.replacement)
+    candidate = load_fit(run, call.layer, batch[0])
     if candidate is not None:
         errors = [relative_error(output(candidate, one), out) for one, out in zip(batch, exact, strict=True)]
         found["fit"] = torch.stack(errors).mean(0)
         found["monotonicity"] = monotonicity(candidate, batch[0])
-    job.checkpoint.put(f"deep-{name}-{call.layer}", found)
+    run.checkpoint.put(f"deep-{name}-{call.layer}", found)
 
 
-def load_fit(job: Job, layer: int, one: LayerInputs):
+def load_fit(run: DiagnosisRun, layer: int, one: LayerInputs):
     """The layer's fitted replacement from its piece; None where a layer cannot be replaced."""
     if obstacle(one) is not None:
         return None
-    candidate, _ = build_replacement(one, job.depth.replacement)
-    candidate.load_state_dict(job.checkpoint.require(f"fit-{layer}"))
+    candidate, _ = build_replacement(one, run.replacement)
+    candidate.load_state_dict(run.checkpoint.require(f"fit-{layer}"))
     return candidate.requires_grad_(False)
 
 
-def estimate_damage(job: Job) -> None:
+def estimate_damage(run: DiagnosisRun) -> None:
     """Backward passes on every passage; the ceiling's change is known on the first text passage and on stress."""
-    passages = job.damaged()
-    if all(job.checkpoint.has(f"damage-{name}") for name, _ in passages):
+    passages = run.damaged()
+    if all(run.checkpoint.has(f"damage-{name}") for name, _ in passages):
         return
-    with progress("damage, backward passes", len(passages), quiet=job.quiet) as advance:
+    with progress("damage, backward passes", len(passages), quiet=run.quiet) as advance:
         for number, (name, tokens) in enumerate(passages):
-            if not job.checkpoint.has(f"damage-{name}"):
+            if not run.checkpoint.has(f"damage-{name}"):
                 advance(0, note=_title(name))
-                job.checkpoint.put(f"damage-{name}", _damage(job, name, tokens, job.seed + number))
+                run.checkpoint.put(f"damage-{name}", _damage(run, name, tokens, run.options.seed + number))
             advance(note=_title(name))
 
 
-def _damage(job: Job, name: str, tokens: Tensor, seed: int) -> dict[str, Tensor]:
-    draws = job.draws * (STRESS_DRAWS if name == STRESS else 1)
-    tokens = tokens[:, :DEPTH]
-    if job.shape.is_language_model:
-        read, directions = lambda: forward(job.model, tokens).logits, functools.partial(label_directions, draws=draws)
+def _damage(run: DiagnosisRun, name: str, tokens: Tensor, seed: int) -> dict[str, Tensor]:
+    draws = run.options.draws * (STRESS_DRAWS if name == STRESS else 1)
+    tokens = tokens[:, :MAX_TOKENS]
+    if run.shape.is_language_model:
+        read, directions = lambda: forward(run.model, tokens).logits, functools.partial(label_directions, draws=draws)
     else:  # an encoder is judged by its embedding, in random directions
-        read = lambda: embedding(forward(job.model, tokens))  # noqa: E731
+        read = lambda: embedding(forward(run.model, tokens))  # noqa: E731
         directions = functools.partial(random_directions, draws=draws * EMBEDDING_DRAWS)
     generator = torch.Generator().manual_seed(seed)
-    found = projections(job.model, read, lambda call: _changes(job, name, call), directions, generator)
+    found = projections(run.model, read, lambda call: _changes(run, name, call), directions, generator)
     return {str(layer): one for layer, one in found.items()}
 
 
-def _changes(job: Job, name: str, call: Call) -> Tensor:
+def _changes(run: DiagnosisRun, name: str, call: Call) -> Tensor:
     """(1 + ranks, h, t, dv): the fitted replacement's change of the output, then the ceiling's for each rank."""
     (one,) = layer_inputs(call)
-    candidate = load_fit(job, call.layer, one)
+    candidate = load_fit(run, call.layer, one)
     exact = call.output[0]
     change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact
-    piece: dict[str, Any] = job.checkpoint.get(f"deep-{name}-{call.layer}") or {}
+    piece: dict[str, Any] = run.checkpoint.get(f"deep-{name}-{call.layer}") or {}
     ceilings = piece.get("change")
     # Kept for all layers until the backward passes: bfloat16 halves that, and damage needs two digits.
     change = change[None].to(torch.bfloat16)

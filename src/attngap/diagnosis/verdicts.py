@@ -7,7 +7,7 @@ PREVIOUS = 0.4
 WINDOW_ENOUGH = 0.02  # far mass below which nothing distant is read to speak of
 
 
-def judge(heads: list[Head], keep: float, rank: int | None, unit: str = "nats") -> None:
+def set_verdicts(heads: list[Head], keep: float, rank: int | None, unit: str = "nats") -> None:
     """Set `verdict` and `reason`: keep the share `keep` of heads that matter most, name what the others do."""
     scored = sorted((head for head in heads if head.importance is not None), key=lambda head: -(head.importance or 0.0))
     kept = {head.id for head in scored[: round(keep * len(scored))]}

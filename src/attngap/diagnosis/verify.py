@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngap.diagnosis.replay import Replay
 from attngap.diagnosis.result import Head, Verification
-from attngap.diagnosis.stages import STRESS, Job, load_fit
+from attngap.diagnosis.stages import STRESS, DiagnosisRun, load_fit
 from attngap.errors import AttngapError
 from attngap.heads.forward import embedding, forward
 from attngap.heads.inputs import layer_inputs
@@ -20,7 +20,7 @@ from attngap.progress import progress
 
 
 def verify(
-    job: Job, heads: list[Head], text: Int[Tensor, "p t"], stress: Int[Tensor, "1 s"], count: int
+    run: DiagnosisRun, heads: list[Head], text: Int[Tensor, "p t"], stress: Int[Tensor, "1 s"], count: int
 ) -> Verification:
     """Replace `count` heads one at a time, spread evenly over the order of estimated damage, both ends included."""
     able = sorted((head for head in heads if head.replaceable), key=lambda head: -(head.damage or 0.0))
@@ -29,8 +29,8 @@ def verify(
     places = sorted({round(i * (len(able) - 1) / max(1, count - 1)) for i in range(min(count, len(able)))})
     chosen = [able[place] for place in places]
     passages = {str(i): row[None] for i, row in enumerate(text)} | {STRESS: stress}
-    with progress("verifying, real replacements", len(chosen) * len(passages), quiet=job.quiet) as advance:
-        losses = {name: _losses(job, name, tokens, chosen, advance) for name, tokens in passages.items()}
+    with progress("verifying, real replacements", len(chosen) * len(passages), quiet=run.quiet) as advance:
+        losses = {name: _losses(run, name, tokens, chosen, advance) for name, tokens in passages.items()}
     recall = losses.pop(STRESS)
     for place, head in enumerate(chosen):
         head.measured = sum(found[place] for found in losses.values()) / len(losses)
@@ -57,19 +57,19 @@ def _spearman(a: list[float], b: list[float]) -> float | None:
 
 @torch.no_grad()
 def _losses(
-    job: Job, name: str, tokens: Int[Tensor, "1 t"], chosen: list[Head], advance: Callable[..., None]
+    run: DiagnosisRun, name: str, tokens: Int[Tensor, "1 t"], chosen: list[Head], advance: Callable[..., None]
 ) -> list[float]:
     """The real loss on one passage of each head; those that a killed run measured are not measured again."""
     replay = before = None
     found = []
     for head in chosen:
-        piece = job.checkpoint.get(f"verify-{name}-{head.id}")
+        piece = run.checkpoint.get(f"verify-{name}-{head.id}")
         if piece is None:
             if replay is None or before is None:
-                replay = Replay(job.model, tokens)
-                before = predictions(replay.record(lambda: forward(job.model, tokens)))
-            piece = {"loss": replaced_loss(job, replay, tokens, before, head)}
-            job.checkpoint.put(f"verify-{name}-{head.id}", piece)
+                replay = Replay(run.model, tokens)
+                before = predictions(replay.record(lambda: forward(run.model, tokens)))
+            piece = {"loss": replaced_loss(run, replay, tokens, before, head)}
+            run.checkpoint.put(f"verify-{name}-{head.id}", piece)
         found.append(float(piece["loss"]))
         advance(note=f"head {head.id}")
     return found
@@ -82,7 +82,7 @@ def predictions(result) -> Tensor:
 
 
 def replaced_loss(
-    job: Job, replay: Replay, tokens: Int[Tensor, "1 t"], before: Tensor, head: Head
+    run: DiagnosisRun, replay: Replay, tokens: Int[Tensor, "1 t"], before: Tensor, head: Head
 ) -> Float[Tensor, ""]:
     """KL to the untouched model in nats a token; for an encoder the squared change of its embedding."""
     with replay.until(head.layer) as skipped:
@@ -91,14 +91,14 @@ def replaced_loss(
             if call.cross or call.layer + skipped != head.layer:
                 return None
             (one,) = layer_inputs(call)
-            candidate = load_fit(job, head.layer, one)
+            candidate = load_fit(run, head.layer, one)
             assert candidate is not None, head.id
             changed = call.output.clone()
             changed[0, head.head] = output(candidate, one)[head.head]
             return changed
 
-        with capture(job.model, watch):
-            after = predictions(forward(job.model, tokens))
+        with capture(run.model, watch):
+            after = predictions(forward(run.model, tokens))
     if before.ndim == 1:
         return (after - before).square().sum()
     return (before.exp() * (before - after)).sum(-1).mean()

@@ -76,31 +76,27 @@ def window_only(shape: HeadShape, window: int, sinks: int, *, relative: bool = F
 
 
 def resolve_replacement(
-    planned: Replacement, *, mechanism: str | None, window: int | None, sinks: int | None
+    planned: Replacement, mechanism: str, window: int, sinks: int
 ) -> tuple[Replacement, str | None]:
-    """The plan's replacement with what the caller overrides; and a mechanism on its own, when the window is 0."""
-    name = mechanism or planned.feature_map
-    changes: dict[str, Any] = {"feature_map": name, "features": planned.features if mechanism is None else None}
-    if sinks is not None:
-        changes["sinks"] = sinks
-    if window is not None:
-        changes["window"] = window
+    """The planned replacement with these instead of its own; or, for a window of 0, a mechanism that stands alone."""
     if window == 0:
-        if name not in catalogue():
-            raise unknown("mechanism", name, catalogue(), "List them: attngap mechanisms")
-        if mechanism_class(name).gated:
+        if mechanism not in catalogue():
+            raise unknown("mechanism", mechanism, catalogue(), "List them: attngap mechanisms")
+        if mechanism_class(mechanism).gated:
             raise AttngapError(
-                f"{name} needs gates computed from the layer's input, which attention does not see. "
+                f"{mechanism} needs gates computed from the layer's input, which attention does not see. "
                 f"Choose one without gates, such as {', '.join(MAPS[-2:])}"
             )
-        return planned, name
-    if name not in MAPS:
-        if name in catalogue():
+        return planned, mechanism
+    if mechanism not in MAPS:
+        if mechanism in catalogue():
             raise AttngapError(
-                f"{name} is no feature map, so it cannot share a normalizer with a window. Pass window=0 (--window 0) "
-                f"to use it alone, or one of: {', '.join(MAPS)}"
+                f"{mechanism} is no feature map, so it cannot share a normalizer with a window. Pass window=0 "
+                f"(--window 0) to use it alone, or one of: {', '.join(MAPS)}"
             )
-        raise unknown("feature map", name, MAPS)
+        raise unknown("feature map", mechanism, MAPS)
+    features = planned.features if mechanism == planned.feature_map else None
+    changes = {"feature_map": mechanism, "features": features, "window": window, "sinks": sinks}
     return Replacement.model_validate(planned.model_dump() | changes), None
 
 

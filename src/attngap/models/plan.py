@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from attngap.charts.frame import BLUE, ORANGE
 from attngap.charts.inline import head_squares
 from attngap.errors import AttngapError
+from attngap.models.swap import layer_shapes
+from attngap.options import GRANULARITY, SINKS, WINDOW, Granularity
 from attngap.storage.files import write_text
 
 SCHEMA = "attngap.plan/1"
@@ -36,8 +38,8 @@ class ModelFacts(_Strict):
 class Replacement(_Strict):
     """Exact attention to the first `sinks` and the last `window` keys, a feature map for the rest: a `hybrid`."""
 
-    window: PositiveInt = 64
-    sinks: NonNegativeInt = 4
+    window: PositiveInt = WINDOW
+    sinks: NonNegativeInt = SINKS
     feature_map: str = "prototype"
     features: PositiveInt | None = None  # None: the map's own default
     relative: bool = False
@@ -64,10 +66,27 @@ class Plan(_Strict):
 
     schema_: Literal["attngap.plan/1"] = Field(default=SCHEMA, alias="schema")
     model: ModelFacts
-    granularity: Literal["head", "group"] = "head"
+    granularity: Granularity = GRANULARITY
     keep: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
     replacement: Replacement = Replacement()
     curve: Annotated[tuple[Point, ...], Field(description="one point a keep level, from all kept to none")] = ()
+
+    @classmethod
+    def for_model(
+        cls, model: PreTrainedModel, name: str, replacement: Replacement, granularity: Granularity = GRANULARITY
+    ) -> "Plan":
+        """A plan that replaces every head that can be replaced; a conversion then chooses those it keeps."""
+        shapes = layer_shapes(model)
+        facts = ModelFacts(
+            name=name,
+            architecture=architecture(model),
+            fingerprint=fingerprint(model),
+            layers=len(shapes),
+            heads=shapes[0].heads,
+            kv_heads=shapes[0].kv_heads,
+        )
+        fixed = tuple((shape.layer, head) for shape in shapes if shape.obstacle for head in range(shape.heads))
+        return cls(model=facts, keep=fixed, replacement=replacement, granularity=granularity)
 
     def replaced(self) -> list[tuple[int, int]]:
         """The heads that lose softmax, in order."""

@@ -1,0 +1,43 @@
+"""What a conversion does, and for how long."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from attngap.errors import AttngapError
+from attngap.options import GRANULARITY, KEEP, SINKS, WINDOW, Granularity, Options
+
+
+class ConversionOptions(Options):
+    """Options of `attngap.linearize` and `attngap linearize`. A plan stands in for those that are not given."""
+
+    keep: Annotated[float | None, Field(description="Share of heads to keep, those it hurts most to replace.")] = KEEP
+    max_ppl_ratio: Annotated[float | None, Field(description="Keep as few heads as this ratio allows.")] = None
+    granularity: Annotated[
+        Granularity, Field(description="Keep whole groups of heads that share a key head, or single ones.")
+    ] = GRANULARITY
+    mechanism: Annotated[
+        str, Field(description="Feature map of what lies far; with a window of 0 any mechanism, on its own.")
+    ] = "prototype"
+    window: Annotated[int, Field(ge=0, description="Last keys kept exact.")] = WINDOW
+    sinks: Annotated[int, Field(ge=0, description="First keys kept exact.")] = SINKS
+    context: Annotated[int, Field(ge=16, description="Tokens per passage; features are read no farther.")] = 1024
+    tokens: Annotated[int, Field(description="Calibration tokens.")] = 20480
+    steps: Annotated[int, Field(ge=0, description="Steps of fitting each layer.")] = 30
+    joint: Annotated[int, Field(ge=0, description="Steps of fitting all layers together.")] = 12
+    rounds: Annotated[int, Field(ge=0, description="Rounds of choosing kept heads.")] = 2
+    lora: Annotated[int, Field(ge=0, description="Rank of LoRA; 0 for none.")] = 0
+    seed: Annotated[int, Field(ge=0, description="Chooses passages and order.")] = 0
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ConversionOptions":
+        given = self.model_fields_set
+        if {"keep", "max_ppl_ratio"} <= given and None not in (self.keep, self.max_ppl_ratio):
+            raise AttngapError("keep and max_ppl_ratio both say how many heads to keep. Give one of them")
+        if self.keep is not None and not 0 <= self.keep <= 1:
+            raise AttngapError(f"keep takes a share from 0 to 1, got {self.keep}. For a tenth of the heads: 0.1")
+        if self.max_ppl_ratio is not None and not self.max_ppl_ratio > 0:
+            raise AttngapError(f"max_ppl_ratio must be positive, such as 1.02, got {self.max_ppl_ratio}")
+        if self.tokens < 2 * self.context:
+            raise AttngapError(f"tokens must be at least {2 * self.context}, got {self.tokens}")
+        return self

@@ -1,0 +1,227 @@
+"""The stages of a conversion, and what they share."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attngap.conversion.calibration import Shares, calibration, repeats
+from attngap.conversion.choose import convert, group_sizes, head_damage, prune, refine
+from attngap.conversion.fitting import fit_all
+from attngap.conversion.joint import Reference, fit_jointly, trainable
+from attngap.conversion.options import ConversionOptions
+from attngap.conversion.quality import perplexity
+from attngap.conversion.receipt import Receipt
+from attngap.heads.choice import Keep, best_heads
+from attngap.heads.forward import is_language_model
+from attngap.heads.passages import passages
+from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.fit import FitOptions
+from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.models.lora import add_lora
+from attngap.models.plan import Plan
+from attngap.progress import progress
+from attngap.provenance import provenance
+from attngap.storage.checkpoint import Checkpoint
+
+# Offsets of the seed for repeated random tokens that calibration does not have: of the held-out passage, and of the
+# first that joint steps see.
+HELDOUT_SEED, JOINT_SEED = 50, 100
+JOINT_RATE = 7e-4  # at three times this the joint pass of a well-fitted model found nothing better than its start
+# Of so many joint steps all but one are on repeated tokens: recall loses far more than text does, and repeated tokens
+# cost nothing and never run out.
+TEXT_EVERY = 4
+
+
+class ConversionRun:
+    """One conversion under way. Every stage leaves its result in the checkpoint, and takes it from there."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        plan: Plan,
+        text: str | list[str] | None,
+        options: ConversionOptions,
+        mechanisms: dict[int, Mechanism],
+        checkpoint: Checkpoint,
+        quiet: bool | None,
+    ):
+        self.model, self.tokenizer, self.plan, self.text = model, tokenizer, plan, text
+        self.options, self.mechanisms, self.checkpoint, self.quiet = options, mechanisms, checkpoint, quiet
+        self.is_language_model = is_language_model(model)
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        self.errors: Tensor | None = None
+        self.joint: dict[str, float] = {}
+        self.tokens = self._calibrate()
+        self.heldout = 3 if len(self.tokens) >= 6 else 1  # one passage of each kind, where there are enough
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        """Show progress and note the time."""
+        start = time.monotonic()
+        with progress(name, total, quiet=self.quiet) as advance:
+            yield advance
+        self.seconds[name] = round(time.monotonic() - start, 1)
+
+    def _calibrate(self) -> Int[Tensor, "count context"]:
+        o = self.options
+        shares = Shares.of(o.tokens // o.context, generative=self.is_language_model)
+        with self.stage("calibration text", 1):
+            done = self.checkpoint.get("tokens")
+            if done is not None:
+                return done["tokens"]
+            sizes = {"context": o.context, "window": o.window, "seed": o.seed}
+            found = calibration(self.model, self.tokenizer, self.text, shares, **sizes)
+            self.checkpoint.put("tokens", {"tokens": found})
+            return found
+
+    def fit_and_choose(self, ray: str | None) -> Keep:
+        """Fit every layer to its own outputs, then choose the heads that keep softmax."""
+        o = self.options
+        fit = FitOptions(steps=o.steps, check=max(1, o.steps // 4), heldout=self.heldout, seed=o.seed)
+        with self.stage("fitting layers", len(self.mechanisms)) as advance:
+            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.checkpoint, advance, ray)
+        done = self.checkpoint.get("keep")
+        if done is not None:
+            return frozenset((layer, head) for layer, head in done["keep"].tolist())
+        with self.stage("choosing heads", o.rounds) as advance:
+            keep = self._choose(advance)
+        self.checkpoint.put("keep", {"keep": torch.tensor(sorted(keep), dtype=torch.long).reshape(-1, 2)})
+        return keep
+
+    def _choose(self, advance: Callable[..., None]) -> Keep:
+        o, heads = self.options, self._heads()
+        how = {"rounds": o.rounds, "grouped": o.granularity == "group", "advance": advance}
+        if o.max_ppl_ratio is not None:
+            keep = self._smallest(o.max_ppl_ratio)
+        elif o.keep is not None:
+            return prune(self.model, self.mechanisms, round(o.keep * heads), self._reference, **how)
+        else:
+            keep = frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
+        if not 0 < len(keep) < heads:
+            return keep
+        return refine(self.model, self.mechanisms, keep, self._reference, **how)
+
+    @functools.cached_property
+    def _reference(self) -> Reference:
+        """The held-out passages; of a language model one more that asks for recall, which then counts half of all."""
+        heldout = self.tokens[-self.heldout :]
+        if self.is_language_model:
+            heldout = torch.cat([heldout, self._repeats(HELDOUT_SEED)])
+        return Reference(self.model, heldout, self._exact)
+
+    @property
+    def _exact(self) -> int:
+        """Tokens of a passage that every replacement computes as softmax does."""
+        part = next(iter(self.mechanisms.values()), None)
+        return part.window + part.sinks if isinstance(part, Hybrid) else 0
+
+    def _repeats(self, number: int) -> Int[Tensor, "1 context"]:
+        """Repeated random tokens that calibration does not have."""
+        o = self.options
+        return repeats(self.tokenizer, context=o.context, beyond=o.window, seed=o.seed + number)
+
+    def _heads(self) -> int:
+        return sum(m.heads for m in self.mechanisms.values())
+
+    def _smallest(self, target: float) -> Keep:
+        """Bisection over the number of kept heads, ordered by the damage their replacements do."""
+        tokens = passages(self.tokenizer, self.text, context=self.options.context, count=2, split="heldout")
+        scores = head_damage(self.model, self.mechanisms, self._reference)
+        group = group_sizes(self.mechanisms, grouped=self.options.granularity == "group")
+        before = perplexity(self.model, tokens)
+        low, high, best = 0, self._heads(), frozenset(scores)
+        ratio = 1.0
+        while low < high:
+            middle = (low + high) // 2
+            keep = best_heads(scores, middle, group)
+            found = perplexity(convert(self.model, self.mechanisms, keep), tokens) / before
+            if found <= target:
+                high, best, ratio = middle, keep, found
+            else:
+                low = middle + 1
+        if ratio > target:
+            self.notes.append(
+                f"No keep set reaches a perplexity ratio of {target}: even all {self._heads()} heads kept give 1.000"
+            )
+        return best
+
+    def fit_jointly(self, keep: Keep) -> PreTrainedModel:
+        """The converted model, its replacements fitted together."""
+        o = self.options
+        converted = convert(self.model, self.mechanisms, keep)
+        if o.lora:
+            add_lora(converted, o.lora, seed=o.seed)
+        if not o.joint or not trainable(converted):
+            return converted
+        with self.stage("fitting jointly", o.joint) as advance:
+            before, after = fit_jointly(
+                self.model,
+                converted,
+                self._joint_passages(),
+                self._reference,
+                rate=JOINT_RATE,
+                checkpoint=self.checkpoint,
+                advance=advance,
+            )
+        self.joint = {"before": before, "after": after}
+        return converted
+
+    def _joint_passages(self) -> Int[Tensor, "steps context"]:
+        """New repeated random tokens, and every fourth time a passage of calibration."""
+        o, train = self.options, len(self.tokens) - self.heldout
+        generator = torch.Generator().manual_seed(o.seed)
+        order = torch.cat([torch.randperm(train, generator=generator) for _ in range(-(-o.joint // train))])
+        chosen = self.tokens[order[: o.joint]]
+        if self.is_language_model:
+            for step in range(o.joint):
+                if (step + 1) % TEXT_EVERY:
+                    chosen[step] = self._repeats(JOINT_SEED + step)[0]
+        return chosen
+
+    def receipt(self, keep: Keep) -> Receipt:
+        """What was kept and how well the others fit; nothing is measured yet."""
+        part = next(iter(self.mechanisms.values()))
+        group = part.heads // part.kv_heads
+        facts = self.plan.model
+        skipped = facts.layers - len(self.mechanisms)
+        return Receipt(
+            model=facts.name,
+            mechanism=self.options.mechanism,
+            heads=facts.layers * facts.heads,
+            kept=len(keep) + skipped * facts.heads,
+            groups=facts.layers * facts.kv_heads,
+            kept_groups=len({(layer, head // group) for layer, head in keep}) + skipped * facts.kv_heads,
+            keep=sorted(keep),
+            options=self.options.record(),
+            fit_error=self._fit_error(keep),
+            joint=self.joint,
+            seconds=dict(self.seconds),
+            notes=[*self.notes, *(["this run resumed an earlier one; seconds are its own only"] * self._resumed)],
+            provenance=provenance(seed=self.options.seed, model=facts.name),
+        )
+
+    @property
+    def _resumed(self) -> bool:
+        return self.checkpoint.resumed
+
+    def _fit_error(self, keep: Keep) -> dict[str, float]:
+        """Median and worst over the replaced heads, held out."""
+        assert self.errors is not None, "fit_and_choose comes first"
+        replaced = [
+            float(self.errors[i, head])
+            for i, (layer, m) in enumerate(self.mechanisms.items())
+            for head in range(m.heads)
+            if (layer, head) not in keep
+        ]
+        if not replaced:
+            return {}
+        values = torch.tensor(replaced)
+        return {"median": float(values.median()), "worst": float(values.max())}
