@@ -1,7 +1,7 @@
 """Verdicts say in words what the numbers show."""
 
 from attngap.diagnosis.result import Head
-from attngap.diagnosis.verdicts import judge
+from attngap.diagnosis.verdicts import set_verdicts
 
 BASE = {"layer": 0, "kv_head": 0, "verdict": "replace", "reason": "", "entropy": 0.5, "top": 0.2, "kappa": 0.5}
 BASE |= {"kappa_p10": 0.1, "kappa_p90": 0.9, "selecting": 0.1, "on_sink": 0.2, "n_star": 50.0, "spread": 3.0}
@@ -31,7 +31,7 @@ def test_words():
         head(2, 0.6, 0.2, **measured(0.04, 0.0002)),
         head(3, 0.1, 0.8, **measured(0.01, 0.0002)),
     ]
-    judge(heads, 0.25, 64)
+    set_verdicts(heads, 0.25, 64)
     assert [one.verdict for one in heads] == ["keep", "window", "replace", "replace"]
     assert heads[0].reason == (
         "a retrieval head: puts 60% on the token to copy when text repeats; costs 0.02 nats on text, 0.01 on recall; "
@@ -53,7 +53,7 @@ def test_without_damage_statistics_decide():
         head(4, 0.2, 0.3, previous=0.8),
         head(5, 0.2, 0.3, duplicate=0.4),
     ]
-    judge(heads, 0.1, None)
+    set_verdicts(heads, 0.1, None)
     assert [one.verdict for one in heads] == ["keep", "keep", "replace", "window", "replace", "replace"]
     assert heads[0].reason == "selects single tokens, 80% of it far away"
     assert heads[2].reason == "spreads widely: 80% far, top weight 20%"
@@ -63,5 +63,5 @@ def test_without_damage_statistics_decide():
 
 def test_what_cannot_be_replaced_keeps_its_own_reason():
     stuck = head(0, 0.1, 0.1, replaceable=False, reason="stays: for a reason")
-    judge([stuck], 0.0, 64)
+    set_verdicts([stuck], 0.0, 64)
     assert (stuck.verdict, stuck.reason) == ("keep", "stays: for a reason")

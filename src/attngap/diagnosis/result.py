@@ -164,7 +164,6 @@ class Diagnosis(_Strict):
         places = [(head.layer, head.head, head.verdict) for head in self.heads]
         return f"<div><p><b>{escape(repr(self))}</b></p>{head_squares(places, VERDICTS)}{table.html()}</div>"
 
-    def plan(self, keep: float = 0.1, granularity: Literal["head", "group"] = "head") -> Plan:
     def plan(self, keep: float = KEEP, granularity: Granularity = GRANULARITY) -> Plan:
         """Keep softmax on the share `keep` of heads (or key-head groups) whose loss would hurt most.
 
