@@ -87,6 +87,11 @@ def repeats(tokenizer: PreTrainedTokenizerBase, *, context: int, beyond: int, se
     return once.repeat(1, 3)[:, :context]
 
 
+def period_of(tokens: Int[Tensor, "1 t"]) -> int:
+    """After how many tokens a repeated passage begins anew."""
+    return int((tokens[0, 1:] == tokens[0, 0]).nonzero()[0]) + 1
+
+
 def with_facts(
     tokenizer: PreTrainedTokenizerBase, text: str | list[str] | None, *, context: int, seed: int
 ) -> Int[Tensor, "1 context"]:

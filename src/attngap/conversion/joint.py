@@ -137,7 +137,7 @@ def fit_jointly(
     with frozen(converted, but=trained.values()):
         for step, passage in enumerate(passages[start:, None], start):
             for group in optimizer.param_groups:
-                group["lr"] = rate * _pace(step, len(passages))
+                group["lr"] = rate * pace(step, len(passages))
             with torch.no_grad():
                 teacher = reference.outputs(original, passage)
             optimizer.zero_grad()
@@ -156,7 +156,7 @@ def fit_jointly(
     return before, min(before, after)
 
 
-def _pace(step: int, steps: int) -> float:
+def pace(step: int, steps: int) -> float:
     """Up over the first few steps, then down half a cosine."""
     return min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / steps)) / 2
 
