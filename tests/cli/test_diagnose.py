@@ -44,7 +44,8 @@ def test_the_table_fits_eighty_columns_and_says_what_to_do_next(place, tmp_path,
     lines = done.stdout.splitlines()
     assert any(line.split()[:5] == ["head", "sink", "near", "far", "κ"] for line in lines)
     assert "…" not in done.stdout
-    assert "of the damage on text" in done.stdout
+    assert "On text the worst 1 heads carry" in done.stdout
+    assert "On recall the worst 1 heads carry" in done.stdout
     assert "rank correlation of estimated and real damage" in done.stdout.replace("\n", " ")
     assert "attngap plan" in done.stdout
     assert "statistics, passage 1: done" in done.stderr

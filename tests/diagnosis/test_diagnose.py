@@ -47,6 +47,10 @@ def test_every_head_is_complete(found):
         assert len(head.floors) == len(head.ceilings) == len(head.unavoidables) == 2
         assert all(low <= high + 1e-9 for low, high in zip(head.floors, head.ceilings, strict=True))
         assert head.damage == pytest.approx(head.unavoidable + head.lost)
+        assert head.recall_damage == pytest.approx(head.recall_unavoidable + head.recall_lost)
+        assert head.stress_floor == head.stress_floors[OPTIONS["ranks"].index(found.rank)]
+        assert (head.kappa >= 1) == (head.n_star >= OPTIONS["context"])
+        assert head.n_star == pytest.approx(1 + 47**head.kappa)
         assert set(head.errors) == {"elu", "relu", "favor", "hedgehog", "window"}
         assert -1 <= head.monotonicity <= 1
         assert head.verdict in ("keep", "replace", "window")
@@ -54,6 +58,7 @@ def test_every_head_is_complete(found):
     assert sum(head.importance for head in found.heads) == pytest.approx(1)
     assert found.rank == 4  # of 2 and 4 the nearer to the head's width of 8
     assert found.damage_unit.startswith("nats a token")
+    assert found.plan(0.25).provenance == {"diagnosis": found.provenance}
 
 
 def test_without_ranks_there_is_damage_but_no_floor(found, tmp_path):

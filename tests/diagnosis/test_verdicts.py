@@ -20,7 +20,9 @@ def measured(importance: float, damage: float, unavoidable: float = 0.0) -> dict
         "recall_damage": damage / 2,
         "unavoidable": unavoidable,
         "lost": damage - unavoidable,
+        "recall_unavoidable": damage / 2,
         "floor": 0.18,
+        "stress_floor": 0.226,
     }
 
 
@@ -34,14 +36,34 @@ def test_words():
     set_verdicts(heads, 0.25, 64)
     assert [one.verdict for one in heads] == ["keep", "window", "replace", "replace"]
     assert heads[0].reason == (
-        "a retrieval head: puts 60% on the token to copy when text repeats; costs 0.02 nats on text, 0.01 on recall; "
-        "floor at rank 64 is 18.0%; 75% of that is unavoidable at rank 64"
+        "kept for text: replacing it costs 0.02 nats there, 97.6% of all heads' (on recall 0.01, 97.6%); "
+        "a retrieval head: puts 60% on the token to copy when text repeats; "
+        "no weights of rank 64 come nearer than 18.0% on text, 22.6% on recall; "
+        "with the best of them 75% of its damage on text and 100% of its damage on recall would remain"
     )
     assert (
-        heads[1].reason == "75% on the first tokens, 24% nearby, 1% far; a window is enough, only 1.0% lies beyond it"
+        heads[1].reason
+        == "75% on the first tokens, 24% nearby, 1% far; a window is enough, at most 1.0% lies beyond it"
     )
     assert heads[2].reason.startswith("60% on the first tokens, 20% nearby, 20% far; costs 0.0002 nats")
     assert heads[3].reason.startswith("mostly local: 80% nearby, 10% far")
+
+
+def test_the_reason_names_the_number_that_decided():
+    """A head that hardly matters on text and carries recall: nothing of that can be won back, and it says so."""
+    recalls = head(0, 0.02, 0.96, **measured(0.5, 0.001) | {"recall_damage": 0.112, "recall_unavoidable": 0.117})
+    reads = head(1, 0.1, 0.1, **measured(0.4, 0.01) | {"recall_damage": 0.001})
+    set_verdicts([recalls, reads], 0.5, 64)
+    assert recalls.reason.startswith(
+        "kept for recall: replacing it costs 0.11 nats there, 99.1% of all heads' (on text 0.001, 9.1%); mostly local"
+    )
+    assert recalls.reason.endswith("0% of its damage on text and 100% of its damage on recall would remain")
+
+
+def test_a_window_is_enough_only_where_sequences_repeat_too():
+    heads = [head(0, 0.5, 0.495, stress_far=0.3), head(1, 0.5, 0.495, stress_far=0.01)]
+    set_verdicts(heads, 0.0, None)
+    assert [one.verdict for one in heads] == ["replace", "window"]
 
 
 def test_without_damage_statistics_decide():

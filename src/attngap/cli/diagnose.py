@@ -137,15 +137,7 @@ def summary(result: "Diagnosis") -> list[str]:
         f"{counts['keep']} heads to keep, {counts['replace']} to replace, {counts['window']} that need a window only"
         + (f"; {linear} are linear already." if linear else ".")
     ]
-    damages = sorted((head.damage for head in result.heads if head.damage is not None), reverse=True)
-    total = sum(damages)
-    if total > 0:
-        tenth = max(1, round(len(damages) / 10))
-        avoidable = sum(head.lost or 0.0 for head in result.heads) / total
-        lines.append(
-            f"The worst {tenth} heads carry {sum(damages[:tenth]) / total:.0%} of the damage on text; of all of it, "
-            f"{avoidable:.0%} is lost by the feature map and {1 - avoidable:.0%} is unavoidable at rank {result.rank}."
-        )
+    lines += [line for kind in ("text", "recall") if (line := _concentration(result, kind))]
     if (check := result.verification) is not None and check.spearman is not None:
         lines.append(
             f"Verified on {check.passages} held-out passages: rank correlation of estimated and real damage over "
@@ -153,6 +145,21 @@ def summary(result: "Diagnosis") -> list[str]:
             + ("." if check.recall_spearman is None else f", on another stress passage {check.recall_spearman:.2f}.")
         )
     return lines
+
+
+def _concentration(result: "Diagnosis", kind: str) -> str:
+    prefix = "recall_" if kind == "recall" else ""
+    pairs = [(getattr(head, f"{prefix}damage"), getattr(head, f"{prefix}unavoidable")) for head in result.heads]
+    damages = sorted((damage for damage, _ in pairs if damage is not None), reverse=True)
+    total = sum(damages)
+    if total <= 0:
+        return ""
+    tenth = max(1, round(len(damages) / 10))
+    remains = sum(min(damage, least or 0.0) for damage, least in pairs if damage is not None) / total
+    return (
+        f"On {kind} the worst {tenth} heads carry {sum(damages[:tenth]) / total:.0%} of the damage; of all of it "
+        f"{remains:.0%} would remain with the best weights constructed at rank {result.rank}."
+    )
 
 
 def _fixed(value: float | None) -> str:

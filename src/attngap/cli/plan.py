@@ -30,8 +30,10 @@ def plan(
     """
     units = read_granularity(granularity)
     from attngap.diagnosis.result import Diagnosis
+    from attngap.provenance import provenance
 
     made = Diagnosis.load(directory).plan(keep, units)
+    made = made.model_copy(update={"provenance": provenance(**made.provenance)})
     made.save(output)
     if as_json:
         print(made.model_dump_json(by_alias=True))

@@ -93,6 +93,8 @@ def _certificates(run: DiagnosisRun, layer: int, rank: int) -> list[dict[str, An
         row = {
             "floor": float(first["floor"][head, place]),
             "ceiling": float(first["ceiling"][head, place]),
+            "stress_floor": float(stress["floor"][head, place]),
+            "stress_ceiling": float(stress["ceiling"][head, place]),
             "floors": first["floor"][head].tolist(),
             "ceilings": first["ceiling"][head].tolist(),
             "stress_floors": stress["floor"][head].tolist(),
@@ -142,6 +144,7 @@ def _damages(run: DiagnosisRun, layer: int, rank: int | None) -> list[dict[str, 
             row["recall_unavoidables"] = stress[1:, head].tolist()
             row["unavoidables"] = first[1:, head].tolist()
             row["unavoidable"] = row["unavoidables"][place]
+            row["recall_unavoidable"] = row["recall_unavoidables"][place]
         if not linear[head] and int(rows["obstacle"]) < 0:
             damage = float(fitted[head])
             row |= {"damage": damage, "recall_damage": float(stress[0, head])}
@@ -149,6 +152,9 @@ def _damages(run: DiagnosisRun, layer: int, rank: int | None) -> list[dict[str, 
                 best = first[1:, head] / first[0, head].clamp(min=torch.finfo(first.dtype).tiny) * damage
                 unavoidable = min(float(best[place]), damage)
                 row |= {"unavoidables": best.tolist(), "unavoidable": unavoidable, "lost": damage - unavoidable}
+                # The best weights of a rank can cost more than the fit, which has its window besides: all of it then.
+                row["recall_unavoidable"] = min(row["recall_unavoidable"], row["recall_damage"])
+                row["recall_lost"] = row["recall_damage"] - row["recall_unavoidable"]
         out.append(row)
     return out
 

@@ -71,6 +71,8 @@ class Head(_Strict):
     # certificates at the headline rank, and at every rank
     floor: float | None = None
     ceiling: float | None = None
+    stress_floor: float | None = None
+    stress_ceiling: float | None = None
     floors: list[float] | None = None
     ceilings: list[float] | None = None
     stress_floors: list[float] | None = None
@@ -86,7 +88,9 @@ class Head(_Strict):
     damage: float | None = None
     recall_damage: float | None = None
     unavoidable: float | None = None
+    recall_unavoidable: float | None = None
     lost: float | None = None
+    recall_lost: float | None = None
     unavoidables: list[float] | None = None
     recall_unavoidables: list[float] | None = None
     importance: float | None = None
@@ -182,6 +186,7 @@ class Diagnosis(_Strict):
             keep=tuple(sorted(fixed + kept)),
             replacement=self.replacement,
             curve=self._curve(ordered),
+            provenance={"diagnosis": self.provenance},
         )
 
     def _ranked(self, granularity: Granularity) -> list[list[Head]]:

@@ -16,7 +16,7 @@ def survey(inputs: LayerInputs, *, window: int, sinks: int, period: int | None =
     rows = measure(inputs, window=window, sinks=sinks, period=period)
     out = {name: getattr(rows, name).nanmean(-1) for name in MEANS}
     out["kappa"] = torch.where(rows.on_sink > 0, torch.nan, rows.kappa)
-    out["margin"] = torch.where(rows.on_sink > 0, torch.nan, rows.margin)
+    out["length"] = torch.tensor(inputs.k.shape[1])
     out["entry"] = entry_size(inputs)
     out["linear"] = torch.tensor([head in inputs.linear for head in range(inputs.heads)])
     out["obstacle"] = torch.tensor([-1 if (why := obstacle(inputs)) is None else OBSTACLES.index(why)])
@@ -49,11 +49,12 @@ def summary(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Over the passages: means of means, quantiles of the rows' selection exponents, the largest entry."""
     out = {name: torch.stack([piece[name] for piece in pieces]).mean(0) for name in MEANS}
     out["far"] = (1 - out["sink"] - out["near"]).clamp(min=0)
-    kappa, margin = (torch.cat([piece[name] for piece in pieces], -1) for name in ("kappa", "margin"))
+    kappa = torch.cat([piece["kappa"] for piece in pieces], -1)
     for name, level in (("kappa_p10", 0.1), ("kappa", 0.5), ("kappa_p90", 0.9)):
         out[name] = kappa.nanquantile(level, -1)
     known = ~kappa.isnan()
     out["selecting"] = (kappa >= 1).sum(-1) / known.sum(-1)  # NaN where every row looks at a sink
-    out["n_star"] = 1 + margin.nanquantile(0.5, -1).double().exp()
+    # Of the same median row as kappa, so that n* reaches the context exactly when kappa reaches 1.
+    out["n_star"] = 1 + (pieces[0]["length"].double() - 1) ** out["kappa"].double()
     out["logit_ratio"] = torch.stack([piece["entry"] for piece in pieces]).amax(0)
     return out

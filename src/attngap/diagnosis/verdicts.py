@@ -11,6 +11,7 @@ def set_verdicts(heads: list[Head], keep: float, rank: int | None, unit: str = "
     """Set `verdict` and `reason`: keep the share `keep` of heads that matter most, name what the others do."""
     scored = sorted((head for head in heads if head.importance is not None), key=lambda head: -(head.importance or 0.0))
     kept = {head.id for head in scored[: round(keep * len(scored))]}
+    totals = (sum((h.damage or 0.0 for h in scored), 0.0), sum((h.recall_damage or 0.0 for h in scored), 0.0))
     for head in heads:
         head.kind = kind_of(head)
         if head.verdict == "linear":
@@ -20,10 +21,16 @@ def set_verdicts(heads: list[Head], keep: float, rank: int | None, unit: str = "
             head.verdict = "keep"  # its reason was set by what forbids a replacement
             if head.unavoidable is not None:
                 head.reason += f"; the best weights of rank {rank} would cost {_short(head.unavoidable)} {unit} on text"
+                head.reason += f", {_short(head.recall_unavoidable or 0.0)} on recall"
             continue
         needed = head.id in kept if head.importance is not None else _looks_needed(head)
-        head.verdict = "keep" if needed else "window" if head.far < WINDOW_ENOUGH else "replace"
-        head.reason = _reason(head, rank, unit)
+        head.verdict = "keep" if needed else "window" if _far(head) < WINDOW_ENOUGH else "replace"
+        head.reason = _reason(head, rank, unit, totals)
+
+
+def _far(head: Head) -> float:
+    """The most it reads beyond the window, on text or where a sequence repeats."""
+    return max(head.far, head.stress_far or 0.0)
 
 
 def _looks_needed(head: Head) -> bool:
@@ -31,17 +38,46 @@ def _looks_needed(head: Head) -> bool:
     return (head.induction or 0.0) >= RETRIEVES or (head.far > 0.3 and (head.kappa or 0.0) >= 1)
 
 
-def _reason(head: Head, rank: int | None, unit: str) -> str:
+def _reason(head: Head, rank: int | None, unit: str, totals: tuple[float, float]) -> str:
     what = character(head)
     if head.verdict == "window":
-        return f"{what}; a window is enough, only {head.far:.1%} lies beyond it"
+        return f"{what}; a window is enough, at most {_far(head):.1%} lies beyond it"
     if head.damage is None:
         return what
-    cost = f"costs {_short(head.damage)} {unit} on text, {_short(head.recall_damage or 0.0)} on recall"
+    text, recall = head.damage, head.recall_damage or 0.0
     if head.verdict == "replace":
-        return f"{what}; {cost}"
-    floor = f"floor at rank {rank} is {head.floor:.1%}" if head.floor is not None else ""
-    return "; ".join(part for part in (what, cost, floor, _split(head, rank)) if part)
+        return f"{what}; costs {_short(text)} {unit} on text, {_short(recall)} on recall"
+    return "; ".join(part for part in (_decided(head, unit, totals), what, _floors(head, rank), _remains(head)) if part)
+
+
+def _decided(head: Head, unit: str, totals: tuple[float, float]) -> str:
+    """The number that made it a head to keep first, then the other."""
+    costs = {"text": head.damage or 0.0, "recall": head.recall_damage or 0.0}
+    shares = {name: cost / (total or 1.0) for (name, cost), total in zip(costs.items(), totals, strict=True)}
+    first, second = sorted(costs, key=lambda name: -shares[name])
+    return (
+        f"kept for {first}: replacing it costs {_short(costs[first])} {unit} there, {shares[first]:.1%} of all heads' "
+        f"(on {second} {_short(costs[second])}, {shares[second]:.1%})"
+    )
+
+
+def _floors(head: Head, rank: int | None) -> str:
+    if head.floor is None:
+        return ""
+    recall = "" if head.stress_floor is None else f", {head.stress_floor:.1%} on recall"
+    return f"no weights of rank {rank} come nearer than {head.floor:.1%} on text{recall}"
+
+
+def _remains(head: Head) -> str:
+    """How much of each damage the best weights of the rank would leave."""
+    found = []
+    for name, damage, least in (
+        ("text", head.damage, head.unavoidable),
+        ("recall", head.recall_damage, head.recall_unavoidable),
+    ):
+        if damage and least is not None:
+            found.append(f"{min(1.0, least / damage):.0%} of its damage on {name}")
+    return f"with the best of them {' and '.join(found)} would remain" if found else ""
 
 
 def kind_of(head: Head) -> Kind:
@@ -71,15 +107,6 @@ def character(head: Head) -> str:
         "selective": f"selects single tokens, {head.far:.0%} of it far away",
         "broad": f"spreads widely: {head.far:.0%} far, top weight {head.top:.0%}",
     }[head.kind]
-
-
-def _split(head: Head, rank: int | None) -> str:
-    if head.damage is None or head.unavoidable is None or head.damage <= 0:
-        return ""
-    share = min(1.0, head.unavoidable / head.damage)
-    if share >= 0.5:
-        return f"{share:.0%} of that is unavoidable at rank {rank}"
-    return f"a better feature map could win back {1 - share:.0%}"
 
 
 def _short(value: float) -> str:

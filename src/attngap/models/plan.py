@@ -54,7 +54,7 @@ class Replacement(_Strict):
 
 
 class Point(_Strict):
-    """Predicted damage (nats a token, first order, errors added up) when only the best `kept` heads keep softmax."""
+    """Predicted damage (nats a token, second order, heads added up) when only the best `kept` keep softmax."""
 
     kept: NonNegativeInt
     text: NonNegativeFloat
@@ -70,6 +70,7 @@ class Plan(_Strict):
     keep: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
     replacement: Replacement = Replacement()
     curve: Annotated[tuple[Point, ...], Field(description="one point a keep level, from all kept to none")] = ()
+    provenance: dict[str, Any] = {}  # of the diagnosis it was made from, and of the command that wrote it
 
     @classmethod
     def for_model(

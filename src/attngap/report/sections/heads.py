@@ -80,13 +80,14 @@ def head_rows(result: Result) -> list[Row]:
     rows = []
     for place, head in enumerate(result.content["heads"]):
         row = dict(head) | {"place": place}
-        row["why"] = head["reason"].split(";")[0]  # the costs have columns of their own
+        row["why"] = ";".join(head["reason"].split(";")[:2])  # floors and shares have columns of their own
         row["words"] = f"{head['verdict'].capitalize()}: {head['reason']}"
         row["reads"] = [read_line(read) for read in head.get("reads") or []]
         row["bounds"] = bound_points(head, ranks)
         for name in ("recall_unavoidable", "stress_floor", "stress_ceiling"):
             values = head.get(f"{name}s")
-            row.setdefault(name, values[place_of_rank] if values and place_of_rank is not None else None)
+            if row.get(name) is None:  # a diagnosis from before it was a field of its own
+                row[name] = values[place_of_rank] if values and place_of_rank is not None else None
         row["spectrum"] = [value for value in head.get("spectrum") or [] if value > 0]
         rows.append(row)
     return sorted(rows, key=lambda row: -(row.get("importance") or 0.0))
