@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from attngap.conversion import receipt_view
 from attngap.conversion.options import ConversionOptions
@@ -13,6 +13,7 @@ from attngap.conversion.speed import Speed
 from attngap.errors import AttngapError
 from attngap.models.save import Conversion
 from attngap.storage.files import write_text
+from attngap.storage.records import read_record
 
 SCHEMA = "attngap.receipt/1"
 FILE = "receipt.json"
@@ -62,14 +63,10 @@ class Receipt(BaseModel):
     @classmethod
     def load(cls, directory: str | Path) -> "Receipt":
         path = Path(directory) / FILE
-        try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise AttngapError(f"No receipt in '{directory}': {error}. Write one: attngap eval {directory}") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise AttngapError(f"The receipt '{path}' is wrong at {place!r}: {first['msg']}") from error
+        hint = f"Write one: attngap eval {directory}"
+        if not path.exists():
+            raise AttngapError(f"No receipt in '{directory}'. {hint}")
+        return read_record(path, cls, what="receipt", schema=SCHEMA, hint=hint)
 
     def show(self) -> None:
         """Print quality beside original and baselines, speed and memory, and what to know about them."""

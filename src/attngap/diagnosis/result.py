@@ -1,13 +1,12 @@
 """What a diagnosis says: a row for every head, the damage curve, and where the numbers come from."""
 
-import json
 from collections import Counter
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from attngap.charts.heads import VERDICTS
 from attngap.charts.inline import Grid, head_squares, number
@@ -16,6 +15,7 @@ from attngap.heads.choice import ranked_units
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
 from attngap.options import GRANULARITY, KEEP, Granularity
 from attngap.storage.files import write_atomically, write_text
+from attngap.storage.records import read_record
 
 SCHEMA = "attngap.diagnosis/1"
 RESULT = "diagnosis.json"
@@ -226,20 +226,7 @@ class Diagnosis(_Strict):
         path = Path(directory) / RESULT
         if not path.exists():
             raise AttngapError(f"No diagnosis in '{directory}'. Make one: attngap diagnose MODEL -o {directory}")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise AttngapError(f"Cannot read '{path}': {error}. Diagnose the model again") from error
-        schema = content.get("schema") if isinstance(content, dict) else None
-        if schema != SCHEMA:
-            raise AttngapError(
-                f"'{path}' is not a diagnosis this version reads: schema {schema!r}, expected {SCHEMA!r}"
-            )
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise AttngapError(f"'{path}' is wrong at {'.'.join(map(str, first['loc']))!r}: {first['msg']}") from error
+        return read_record(path, cls, what="diagnosis", schema=SCHEMA, hint="Diagnose the model again")
 
 
 def flat(head: Head, ranks: list[int]) -> dict[str, Any]:

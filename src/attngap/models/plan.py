@@ -1,13 +1,12 @@
 """A plan: which heads keep softmax, what replaces the others, and the damage predicted for every other choice."""
 
 import hashlib
-import json
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
 from attngap.charts.frame import BLUE, ORANGE
@@ -16,6 +15,7 @@ from attngap.errors import AttngapError
 from attngap.models.swap import layer_shapes
 from attngap.options import GRANULARITY, SINKS, WINDOW, Granularity
 from attngap.storage.files import write_text
+from attngap.storage.records import read_record
 
 SCHEMA = "attngap.plan/1"
 
@@ -113,25 +113,7 @@ class Plan(_Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise AttngapError(
-                f"Cannot read the plan '{path}': {error}. Write one: attngap plan DIR -o {path}"
-            ) from error
-        except ValueError as error:
-            raise AttngapError(
-                f"The plan '{path}' is not JSON: {error}. Write one: attngap plan DIR -o {path}"
-            ) from error
-        schema = content.get("schema") if isinstance(content, dict) else None
-        if schema != SCHEMA:
-            raise AttngapError(f"'{path}' is not a plan this version reads: schema {schema!r}, expected {SCHEMA!r}")
-        try:
-            plan = cls.model_validate(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise AttngapError(f"The plan '{path}' is wrong at {place!r}: {first['msg']}") from error
+        plan = read_record(Path(path), cls, what="plan", schema=SCHEMA, hint=f"Write one: attngap plan DIR -o {path}")
         plan.check_places()
         return plan
 
