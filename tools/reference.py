@@ -3,16 +3,20 @@
 A test fails when the pages no longer say what the code says.
 """
 
+import dataclasses
 import importlib
 import inspect
 import json
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import typer.main
 
+import attngap
 from attngap.cli.app import app
 from attngap.cli.mechanisms import describe
 from attngap.mechanisms.catalogue import MECHANISMS
@@ -21,14 +25,27 @@ from attngap.probes.tasks.catalogue import TASKS
 ROOT = Path(__file__).parents[1]
 # What the Python page shows: a module and the names in it.
 API: dict[str, tuple[str, ...]] = {
-    "attngap": ("load", "diagnose", "linearize", "save", "probe", "catalogue", "mechanism"),
-    "attngap.diagnosis.result": ("Diagnosis",),
-    "attngap.models.plan": ("Plan",),
-    "attngap.conversion.receipt": ("Receipt",),
-    "attngap.ops": ("softmax_attention", "linear_attention", "delta_attention", "hybrid_attention"),
-    "attngap.mechanisms.base": ("Mechanism", "Streams"),
-    "attngap.theory.separation": ("law",),
-    "attngap.theory.certificates": ("selection", "floor", "ceiling", "retrieval"),
+    "attngap": tuple(name for name in attngap.__all__ if name not in ("__version__", "ops", "theory")),
+    "attngap.ops": tuple(attngap.ops.__all__),
+    # A class before the function that returns it, so that the plain anchor is the class's, which types link to.
+    "attngap.theory.separation": ("Law", "law"),
+    "attngap.theory.certificates": (
+        "Selection",
+        "Floor",
+        "Ceiling",
+        "Retrieval",
+        "selection",
+        "floor",
+        "ceiling",
+        "retrieval",
+    ),
+    "attngap.diagnosis.result": ("Head", "Verification"),
+    "attngap.models.plan": ("ModelFacts", "Replacement", "Point"),
+    "attngap.conversion.quality": ("Quality",),
+    "attngap.conversion.speed": ("Speed",),
+    "attngap.models.capture": ("Call",),
+    "attngap.mechanisms.base": ("Streams",),
+    "attngap.mechanisms.contracts": ("check",),
     "attngap.charts.heads": ("head_map", "bounds", "damage_split", "concentration", "selection"),
 }
 NOTICE = "<!-- Written by tools/reference.py; change the code, then run it again. -->\n"
@@ -107,14 +124,83 @@ def api_page() -> str:
 def _entry(thing: Any, name: str) -> list[str]:
     lines = [f"### {name}\n"]
     if not inspect.isclass(thing):
-        lines.append(f"```text\n{_signature(thing, name)}\n```\n")
+        return lines + _function(thing, name)
     lines.append(f"{_doc(thing)}\n")
-    if inspect.isclass(thing):
-        for key, member in vars(thing).items():
-            method = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            if not key.startswith("_") and inspect.isfunction(method) and method.__doc__:
-                lines.append(f"```text\n{_signature(method, f'{name}.{key}')}\n```\n\n{_doc(method)}\n")
+    fields = [*_fields(thing), *_properties(thing)]
+    if fields:
+        lines += ["| field | type | |", "|---|---|---|", *fields, ""]
+    for key, member in vars(thing).items():
+        method = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        written = inspect.isfunction(method) and method.__module__.startswith("attngap.")  # not pydantic's own
+        if written and not key.startswith("_") and method.__doc__:
+            lines += [f"#### {name}.{key}\n", *_function(method, f"{name}.{key}")]
     return lines
+
+
+def _function(function: Any, name: str) -> list[str]:
+    """What one types, what it does, and a row for each parameter with its type."""
+    signature = inspect.signature(function)
+    lines = [f"```text\n{_signature(function, name)}\n```\n", f"{_doc(function)}\n"]
+    notes = _comments(function)
+    rows = [
+        f"| `{p.name}` | {_type(p.annotation)} | {'' if p.default is p.empty else f'`{_plain(p.default)}`'} "
+        f"| {notes.get(p.name, '')} |"
+        for p in signature.parameters.values()
+        if p.name not in ("self", "cls")
+    ]
+    if rows:
+        lines += ["| parameter | type | default | |", "|---|---|---|---|", *rows, ""]
+    if signature.return_annotation not in (signature.empty, None):
+        lines.append(f"Returns {_type(signature.return_annotation)}.\n")
+    return lines
+
+
+def _fields(cls: type) -> Iterator[str]:
+    """Rows for the fields of a pydantic model or a dataclass, with the comments beside them in the source."""
+    notes: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("attngap."):
+            notes |= _comments(base)
+    if issubclass(cls, pydantic.BaseModel):
+        found = {field.alias or name: (name, field.annotation) for name, field in cls.model_fields.items()}
+    elif dataclasses.is_dataclass(cls):
+        found = {field.name: (field.name, field.type) for field in dataclasses.fields(cls)}
+    else:
+        found = {}
+    for shown, (name, annotation) in found.items():
+        yield f"| `{shown}` | {_type(annotation)} | {notes.get(name, '')} |"
+
+
+def _properties(cls: type) -> Iterator[str]:
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            getter = member.fget if isinstance(member, property) else getattr(member, "func", None)
+            if getter is not None and getter.__module__.startswith("attngap.") and not name.startswith("_"):
+                note = (inspect.getdoc(getter) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+                yield f"| `{name}` | {_type(inspect.signature(getter).return_annotation)} | {note} |"
+
+
+def _comments(thing: Any) -> dict[str, str]:
+    """name: the comment on the line of its annotation."""
+    try:
+        source = inspect.getsource(inspect.unwrap(thing))
+    except (OSError, TypeError):
+        return {}
+    found = re.findall(r"^ +(\w+): [^#\n]*  # (.*)$", source, flags=re.MULTILINE)
+    return {name: note.replace("|", "\\|") for name, note in found if "noqa" not in note and "pyright" not in note}
+
+
+def _type(annotation: Any) -> str:
+    """As one would write it, without module paths; what this page documents is a link."""
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else _plain(annotation)
+    if inspect.isclass(annotation) and not hasattr(annotation, "__args__"):
+        text = annotation.__name__
+    text = re.sub(r"(?<![\"'\w.])(?:[a-z_]\w*\.)+(?=\w)", "", text).replace("NoneType", "None").replace("'", '"')
+    text = text.replace("|", "\\|").replace("[", "\\[").replace("]", "\\]").replace("*", "\\*").replace("_", "\\_")
+    classes = {name for names in API.values() for name in names if name[0].isupper()}
+    return re.sub(r"\b[A-Z]\w+\b", lambda m: f"[{m[0]}](#{m[0].lower()})" if m[0] in classes else m[0], text)
 
 
 def _signature(function: Any, name: str) -> str:
