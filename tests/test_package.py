@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+import yaml
 
 import attngap
 from attngap.mechanisms import contracts
@@ -81,6 +83,12 @@ def test_version():
     assert attngap.__version__ == version("attngap")
     command = "import sys; sys.argv = ['attngap', '--version']; import attngap.cli as c; c.main()"
     assert run(command) == f"attngap {version('attngap')}\n"
+
+
+def test_the_citation_is_of_this_version():
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (written["version"], written["license"])
 
 
 def test_command_is_installed():
