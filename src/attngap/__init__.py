@@ -2,7 +2,7 @@
 
     model, tokenizer = attngap.load("smollm2")
     diagnosis = attngap.diagnose(model, tokenizer)
-    converted, receipt = attngap.linearize(model, tokenizer, diagnosis.plan(keep=0.1))
+    converted, receipt = attngap.linearize(model, tokenizer, keep=0.1)
     attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)
 
 What `__all__` lists is the public interface, with `attngap.ops` and `attngap.theory`; every other module may change.
@@ -18,7 +18,10 @@ from attngap.errors import AttngapError
 __version__ = _version("attngap")
 __all__ = [
     "AttngapError",
+    "ConversionOptions",
     "Diagnosis",
+    "DiagnosisOptions",
+    "Measures",
     "Mechanism",
     "Plan",
     "Receipt",
@@ -26,6 +29,7 @@ __all__ = [
     "capture",
     "catalogue",
     "diagnose",
+    "evaluate",
     "linearize",
     "load",
     "mechanism",
@@ -37,13 +41,17 @@ __all__ = [
 
 # Names are resolved on first use, so that `attngap --help` does not wait for torch.
 _HOME = {
+    "ConversionOptions": "attngap.conversion.options",
     "Diagnosis": "attngap.diagnosis.result",
+    "DiagnosisOptions": "attngap.diagnosis.options",
+    "Measures": "attngap.conversion.evaluate",
     "Mechanism": "attngap.mechanisms.base",
     "Plan": "attngap.models.plan",
     "Receipt": "attngap.conversion.receipt",
     "capture": "attngap.models.capture",
     "catalogue": "attngap.mechanisms.catalogue",
     "diagnose": "attngap.diagnosis.diagnose",
+    "evaluate": "attngap.conversion.evaluate",
     "linearize": "attngap.conversion.linearize",
     "load": "attngap.models.load",
     "mechanism": "attngap.mechanisms.catalogue",
@@ -54,9 +62,12 @@ _PACKAGES = ("ops", "theory")
 
 if TYPE_CHECKING:
     from attngap import ops, theory
+    from attngap.conversion.evaluate import Measures, evaluate
     from attngap.conversion.linearize import linearize
+    from attngap.conversion.options import ConversionOptions
     from attngap.conversion.receipt import Receipt
     from attngap.diagnosis.diagnose import diagnose
+    from attngap.diagnosis.options import DiagnosisOptions
     from attngap.diagnosis.result import Diagnosis
     from attngap.mechanisms.base import Mechanism
     from attngap.mechanisms.catalogue import catalogue, mechanism

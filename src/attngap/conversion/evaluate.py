@@ -3,20 +3,23 @@
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.conversion.quality import Quality, on_text, recall
-from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Figures
+from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Figures, Receipt, unmeasured_receipt
 from attngap.conversion.speed import Speed, speeds
+from attngap.errors import AttngapError
 from attngap.heads.forward import is_language_model
 from attngap.heads.passages import passages
 from attngap.heads.replacement import window_only
 from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.models.save import record, weights_hash
 from attngap.models.swap import MixedHeads, mixed_heads, swap
+from attngap.provenance import provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,44 @@ class Measures:
     baselines: bool = True
     text: str | list[str] | None = None  # to evaluate on; None: the held-out part of the calibration text
     seed: int = 1
+
+
+def evaluate(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Sequence[str] | None = None,
+    *,
+    lengths: Sequence[int] = Measures.lengths,
+    contexts: Sequence[int] = Measures.contexts,
+    measures: Measures | None = None,
+) -> Receipt:
+    """Measure a converted model beside its original and two baselines; a receipt that is not written anywhere.
+
+    Text is read in passages of the longest of `lengths`, and a needle is hidden in passages of each of them; `contexts`
+    are those of speed and memory, empty for none. `measures` says the rest: how many passages and trials, and whether
+    baselines are measured. Without `text`, what calibration holds out of the default text is used.
+
+    >>> receipt = attngap.evaluate(model, converted, tokenizer, lengths=(1024, 4096))  # doctest: +SKIP
+    """
+    conversion = record(converted)
+    if weights_hash(original) != conversion.base.sha256:
+        raise AttngapError(
+            f"evaluate: the original is not the model that this one was converted from, {conversion.base.name!r}. "
+            "Load that one: attngap.load"
+        )
+    if not lengths:
+        raise AttngapError("evaluate: lengths needs at least one length, such as (1024, 4096)")
+    chosen = dataclasses.replace(
+        measures or Measures(),
+        lengths=tuple(lengths),
+        contexts=tuple(contexts),
+        text=text if text is None or isinstance(text, str) else list(text),
+    )
+    receipt = unmeasured_receipt(conversion)
+    made = provenance(seed=chosen.seed, model=receipt.model)
+    figures = measure(original, converted, tokenizer, None, chosen, context=max(lengths))
+    return receipt.model_copy(update={"provenance": made}).with_figures(figures)
 
 
 def measure(
