@@ -1,6 +1,7 @@
 """The explorer's answers, without a browser."""
 
 import base64
+import json
 import time
 
 import made_up
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 
 from attngap.explorer import law, weights
 from attngap.explorer.app import create
 from attngap.explorer.sentence import Sentences
-from attngap.mechanisms.catalogue import catalogue
+from attngap.explorer.shelf import Shelf
+from attngap.mechanisms.catalogue import catalogue, mechanism
+from attngap.models.swap import swap
 from attngap.theory import separation
 
 HERE = {"log10_n": 6, "d": 514, "needle": 0.7, "a0": 0.05, "b": 0.5, "scale": 1, "m": 40, "degree": 4}
@@ -22,11 +25,12 @@ HERE = {"log10_n": 6, "d": 514, "needle": 0.7, "a0": 0.05, "b": 0.5, "scale": 1,
 class Letters:
     """A tokenizer with one token a character."""
 
-    def __call__(self, text, return_tensors):
-        return {"input_ids": torch.tensor([[ord(letter) % 97 for letter in text]])}
+    def __call__(self, text, return_tensors=None):
+        ids = [ord(letter) % 97 for letter in text]
+        return BatchEncoding({"input_ids": torch.tensor([ids]) if return_tensors else ids})
 
-    def decode(self, ids):
-        return f"<{ids[0]}>"
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(f"<{one}>" for one in ids)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +121,7 @@ def test_heads_on_a_sentence_are_the_models_own(client, model):
         exact = expected[row["layer"]][0, row["head"]]
         assert row["first"] == pytest.approx(exact[1:, 0].mean().item(), abs=1e-5)
         assert row["top"] == pytest.approx(exact[1:].amax(-1).mean().item(), abs=1e-5)
-    picture = client.get("/api/sentence/1/2", params={"text": text}).json()
+    picture = client.get("/api/sentence/1/2", params={"text": text}).json()["models"]["original"]
     assert np.abs(np.sqrt(pixels(picture)) - expected[1][0, 2].sqrt().numpy()).max() < 0.01
 
 
@@ -155,7 +159,75 @@ def test_results_and_sweeps_are_listed_and_open(client, tmp_path):
     assert "<h1>tiny</h1>" in page.text
 
 
-def test_other_hosts_are_refused(tmp_path):
-    app = create([tmp_path])
-    assert TestClient(app, base_url="http://evil.example").get("/").status_code == 400
-    assert TestClient(create([tmp_path], hosts=("*",)), base_url="http://evil.example").get("/").status_code == 200
+@pytest.mark.parametrize(
+    ("open_to", "host", "status"),
+    [
+        ("127.0.0.1", "http://evil.example", 400),
+        ("127.0.0.1", "http://localhost:8777", 200),
+        ("127.0.0.1", "http://10.0.0.7", 400),
+        ("0.0.0.0", "http://evil.example", 400),
+        ("0.0.0.0", "http://10.0.0.7:8777", 200),
+        ("0.0.0.0", "http://localhost", 200),
+    ],
+)
+def test_a_page_elsewhere_cannot_make_its_name_point_here(tmp_path, open_to, host, status):
+    """DNS rebinding: only our own names and plain addresses, also when other machines are let in."""
+    assert TestClient(create([tmp_path], open_to=open_to), base_url=host).get("/").status_code == status
+
+
+def test_allowing_others_without_binding_to_them_drops_no_check(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from attngap.cli import serve
+    from attngap.cli.app import app
+
+    made = []
+    monkeypatch.setattr(serve, "_run", lambda app, listening: made.append(app))
+    CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--allow-remote"], catch_exceptions=False)
+    assert TestClient(made[0], base_url="http://evil.example").get("/").status_code == 400
+
+
+def test_a_text_that_is_cut_says_so(client):
+    answer = client.get("/api/sentence", params={"text": "a" * 300}).json()
+    assert (len(answer["tokens"]), answer["all_tokens"]) == (256, 300)
+
+
+@pytest.fixture
+def pair(model):
+    """A model and its conversion, one head of layer 0 kept."""
+    parts = {0: (mechanism("hybrid", 4, 8, kv_heads=2, window=3, sinks=1, scale=8**-0.5), [1])}
+    return Sentences(model, Letters(), "letters", swap(model, parts))
+
+
+def test_a_converted_head_stands_beside_the_original(pair, tmp_path):
+    client = TestClient(create([tmp_path], pair), base_url="http://127.0.0.1")
+    text = "attention is all"
+    rows = {row["id"]: row for row in client.get("/api/sentence", params={"text": text}).json()["heads"]}
+    assert [id for id, row in rows.items() if row["replaced"]] == ["0.0", "0.2", "0.3"]
+    assert rows["0.1"]["changed"] == pytest.approx(0, abs=1e-6)
+    assert rows["0.2"]["changed"] > 0.01
+    both = client.get("/api/sentence/0/2", params={"text": text}).json()["models"]
+    apart = 0.5 * np.abs(pixels(both["original"]) - pixels(both["converted"])).sum(-1).mean()
+    assert apart == pytest.approx(rows["0.2"]["changed"], abs=0.02)
+
+
+def test_verdicts_of_a_diagnosis_of_the_same_shape_lie_over_the_map(model, tmp_path):
+    made_up.diagnosis(tmp_path / "other", layers=3, heads=4)
+    assert Shelf([tmp_path]).verdicts(model.config) == {}
+    model.config.architectures = ["LlamaForCausalLM"]
+    content = made_up.diagnosis(tmp_path / "fits", layers=2, heads=4)
+    assert Shelf([tmp_path]).verdicts(model.config) == {head["id"]: head["verdict"] for head in content["heads"]}
+
+
+def test_both_models_answer_token_by_token(pair, tmp_path):
+    client = TestClient(create([tmp_path], pair), base_url="http://127.0.0.1")
+    said = [{"role": "user", "content": "attention is all you need" * 16}]
+    answer = client.post("/api/chat?tokens=3", json={"original": said, "converted": said})
+    steps = [json.loads(line) for line in answer.text.splitlines()]
+    assert [step["model"] for step in steps] == ["original", "converted"] * 4
+    assert [step.get("done") for step in steps] == [None] * 6 + [True] * 2
+    assert steps[0]["tokens"] == 400
+    assert steps[5]["cache_bytes"] < steps[4]["cache_bytes"]
+    wrong = client.post("/api/chat", json={"nobody": said})
+    assert wrong.status_code == 422
+    assert "is of one of: original, converted" in wrong.json()["error"]

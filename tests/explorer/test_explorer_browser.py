@@ -81,7 +81,48 @@ def test_a_click_on_a_head_shows_it_on_the_sentence(visit, address):
     page.get_by_role("button", name="Show its heads").click()
     page.wait_for_function("document.querySelector('#sentence-form .status').textContent.startsWith('17 tokens')")
     page.locator("#sentence-map svg .mark-rect path").nth(6).click()
-    page.wait_for_function("document.querySelector('[data-matrix=head]').dataset.head === '1.2'")
+    page.wait_for_function("document.querySelector('[data-matrix=original]').dataset.head === '1.2'")
+    assert page.locator("#sentence-head .labels .down span").count() == 17
+    page.locator("#sentence-head .words span").nth(5).hover()
+    assert (
+        page.locator("#sentence-head .words .here").inner_text()
+        == page.locator("#sentence-head .words span").nth(5).inner_text()
+    )
+
+
+def test_a_view_is_in_the_address_and_opens_again(visit, address):
+    page = visit(address).page
+    page.fill("#sentence-form-text", "a shared sentence")
+    page.get_by_role("button", name="Show its heads").click()
+    page.wait_for_function("document.querySelector('#sentence-form .status').textContent.startsWith('17 tokens')")
+    page.locator("#sentence-map svg .mark-rect path").nth(6).click()
+    page.wait_for_function("location.hash.includes('head=1.2')")
+    again = visit(page.url).page
+    assert again.locator("#sentence-form-text").input_value() == "a shared sentence"
+    assert again.locator("[data-matrix=original]").get_attribute("data-head") == "1.2"
+
+
+def test_a_conversation_streams_with_the_size_of_its_cache(visit, address):
+    opened = visit(address)
+    page = opened.page
+    for turn in (1, 2):
+        page.fill("#chat-form-prompt", "hello there")
+        page.get_by_role("button", name="Say it").click()
+        page.wait_for_function("n => Number(document.getElementById('chat-form').dataset.answered) === n", arg=turn)
+    assert page.locator("[data-talk=original] .reply").count() == 2
+    assert "MB" in page.locator("[data-talk=original] .size").inner_text()
+    assert opened.complaints == []
+
+
+def test_an_error_goes_when_it_is_mended(visit, address):
+    page = visit(address).page
+    page.fill("#sentence-form-text", "x")
+    page.get_by_role("button", name="Show its heads").click()
+    page.wait_for_selector("#sentence-form.stale .status.wrong")
+    page.fill("#sentence-form-text", "long enough")
+    page.get_by_role("button", name="Show its heads").click()
+    page.wait_for_function("document.querySelector('#sentence-form .status').textContent.startsWith('11 tokens')")
+    assert page.locator("#sentence-form.stale").count() == 0
 
 
 def test_a_mistake_is_shown_where_it_was_made(visit, address):

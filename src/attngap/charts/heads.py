@@ -244,19 +244,30 @@ def selection(heads: Sequence[Row], context: int, most: int = 48):
 
 
 def plain_map():
-    """Any share (0 to 1) of every head, for a page that fills in the data named "heads": id, layer, head, value."""
+    """Any share (0 to 1) of every head, for a page that fills in the data named "heads": id, layer, head, value.
+
+    A row may carry `verdict` (heads to keep get a dot) and `replaced`.
+    """
     alt = altair()
     gap, shades = alt.Scale(paddingInner=0.08), alt.Scale(scheme="plasma", domain=[0, 1])
+    base = alt.Chart(alt.NamedData("heads"))
+    x = alt.X("layer:O", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False))
+    y = alt.Y("head:O", scale=gap, axis=alt.Axis(labelOverlap=True, ticks=False))
+    tips = ["id:N", alt.Tooltip("value:Q", format=".3f"), "verdict:N", "replaced:N"]
+    squares = base.mark_rect(cornerRadius=1.5, stroke="#000").encode(
+        x=x,
+        y=y,
+        color=alt.Color("value:Q", title=None, scale=shades, legend=alt.Legend(orient="top")),
+        strokeWidth=alt.condition("datum.id == chosen", alt.value(3), alt.value(0)),
+        tooltip=tips,
+    )
+    dots = (
+        base.transform_filter("datum.verdict == 'keep'")
+        .mark_circle(color="#fff", stroke="#000", strokeWidth=1, size=28, opacity=1)
+        .encode(x=x, y=y, tooltip=tips)
+    )
     return (
-        alt.Chart(alt.NamedData("heads"))
-        .mark_rect(cornerRadius=1.5, stroke="#000")
-        .encode(
-            x=alt.X("layer:O", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
-            y=alt.Y("head:O", scale=gap, axis=alt.Axis(labelOverlap=True, ticks=False)),
-            color=alt.Color("value:Q", title=None, scale=shades, legend=alt.Legend(orient="top")),
-            strokeWidth=alt.condition("datum.id == chosen", alt.value(3), alt.value(0)),
-            tooltip=["id:N", alt.Tooltip("value:Q", format=".3f")],
-        )
+        alt.layer(squares, dots)
         .add_params(alt.param(name="chosen", value=""))
         .properties(width="container", height=220)
     )

@@ -13,7 +13,7 @@ from attngap.errors import AttngapError
 
 def serve(
     folders: Annotated[list[Path] | None, typer.Argument(help="Where results lie; here if none is given.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model whose heads to show on your own sentence.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model to look into, or a converted folder: both models.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8777,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines in.")] = False,
@@ -23,7 +23,8 @@ def serve(
 
     Example: attngap serve --model smollm2
     """
-    from attngap.explorer.app import LOCAL, create
+    from attngap.explorer.app import create
+    from attngap.explorer.hosts import LOCAL
 
     if host not in LOCAL and not allow_remote:
         raise AttngapError(
@@ -36,7 +37,7 @@ def serve(
             raise AttngapError(f"'{place}' is not a folder. Give folders that hold results")
     listening = listen(host, port)
     try:
-        app = create(places, _sentences(model), ("*",) if allow_remote else LOCAL)
+        app = create(places, _sentences(model), host)
         url = f"http://{host}:{listening.getsockname()[1]}/"
         print(json.dumps({"url": url}) if as_json else f"Explorer at {url} (stop it with Ctrl-C)", flush=True)
         _run(app, listening)
@@ -64,12 +65,18 @@ def _sentences(model: str | None):
         return None
     from attngap.explorer.sentence import Sentences
     from attngap.models.load import load
+    from attngap.models.save import load_base, read_record
     from attngap.progress import progress
 
-    with progress(f"loading {model}", total=1) as advance:
-        loaded, tokenizer = load(model)
+    folder = Path(model)
+    with progress(f"loading {model}", total=1, quiet=False) as advance:
+        if (folder / "attngap.json").exists():
+            original, tokenizer = load_base(folder, read_record(folder))
+            found = Sentences(original, tokenizer, model, load(folder)[0])
+        else:
+            found = Sentences(*load(model), model)
         advance()
-    return Sentences(loaded, tokenizer, model)
+    return found
 
 
 def _run(app, listening: socket.socket) -> None:

@@ -5,26 +5,26 @@ from typing import Annotated, Any
 
 from attngap.errors import AttngapError, missing_extra
 from attngap.explorer import law, page, weights
+from attngap.explorer.chat import Chat
+from attngap.explorer.hosts import LOCAL, HostCheck
 from attngap.explorer.sentence import Sentences
 from attngap.explorer.shelf import Shelf
 
-LOCAL = ("127.0.0.1", "localhost")
 
-
-def create(folders: list[Path], sentences: Sentences | None = None, hosts: tuple[str, ...] = LOCAL):
-    """The FastAPI application. A request that names another host is refused, so no web page elsewhere can read ours."""
+def create(folders: list[Path], sentences: Sentences | None = None, open_to: str = LOCAL[0]):
+    """The FastAPI application, for requests that call it by a name of the address it is `open_to`."""
     try:
         import uvicorn  # noqa: F401 - what runs the application; told here if it is missing
-        from fastapi import Depends, FastAPI, Query, Request
-        from fastapi.responses import HTMLResponse, JSONResponse
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from fastapi import Body, Depends, FastAPI, Query, Request
+        from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
     except ImportError:
         raise missing_extra("The explorer needs", "serve") from None
 
     app = FastAPI(title="attngap explorer", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])
+    app.add_middleware(HostCheck, open_to=open_to)
     shelf = Shelf(folders)
-    html = page.explorer(sentences.name if sentences else None)
+    html = page.explorer(sentences)
+    chat = Chat(sentences) if sentences is not None and page.writes(sentences) else None
 
     @app.exception_handler(AttngapError)
     def mistake(request: Request, error: AttngapError) -> JSONResponse:
@@ -60,11 +60,19 @@ def create(folders: list[Path], sentences: Sentences | None = None, hosts: tuple
 
     @app.get("/api/sentence")
     def heads_here(text: str = Query(max_length=page.MOST_CHARACTERS)) -> dict[str, Any]:
-        return _loaded(sentences).heads(text)
+        found = _loaded(sentences)
+        return found.heads(text) | {"verdicts": shelf.verdicts(found.model.config)}
 
     @app.get("/api/sentence/{layer}/{head}")
     def head_here(layer: int, head: int, text: str = Query(max_length=page.MOST_CHARACTERS)) -> dict[str, Any]:
         return _loaded(sentences).pattern(text, layer, head)
+
+    @app.post("/api/chat")
+    def chat_here(histories: Annotated[dict[str, list[dict[str, str]]], Body()], tokens: int = 128):
+        _loaded(sentences)
+        if chat is None:
+            raise AttngapError("This model writes no text")
+        return StreamingResponse(chat.lines(histories, tokens), media_type="application/x-ndjson")
 
     @app.get("/api/results")
     def results() -> dict[str, Any]:

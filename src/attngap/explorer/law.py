@@ -1,6 +1,7 @@
 """The separation law at the place the sliders stand, and along the needle."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -46,7 +47,12 @@ def answer(place: Place) -> dict[str, Any]:
 
 
 def curve(place: Place) -> list[dict[str, Any]]:
-    """Success along the needle, for the chart."""
+    """Success along the needle, for the chart; the same wherever the needle's own slider stands."""
+    return _curve(dataclasses.replace(place, needle=NEEDLES[0]))
+
+
+@functools.lru_cache(maxsize=64)
+def _curve(place: Place) -> list[dict[str, Any]]:
     return [
         {"needle": needle, "kernel": name, "success": law.success}
         for needle in NEEDLES

@@ -5,6 +5,7 @@ from importlib.resources import files
 
 from attngap.charts.heads import plain_map
 from attngap.charts.law import success_curves
+from attngap.explorer.sentence import MOST_TOKENS, Sentences
 from attngap.explorer.weights import DATA
 from attngap.mechanisms.catalogue import catalogue
 from attngap.report.page import Chart, Column, Form, Input, Section, Table, Text, render
@@ -14,10 +15,10 @@ SUMMARIES = ("first", "self", "previous", "top", "entropy")  # what `sentence.su
 SENTENCE = "When Mary and John went to the store, John gave a drink to Mary. The store sold drinks to John and Mary."
 
 
-def explorer(model: str | None) -> str:
-    """The whole page; `model` is the name of the loaded one."""
+def explorer(loaded: Sentences | None) -> str:
+    """The whole page, for the models that are loaded."""
     script = files("attngap.explorer").joinpath("assets", "explorer.js").read_text(encoding="utf-8")
-    sections = [_law(), _weights(), _sentence(model), _results()]
+    sections = [_law(), _weights(), _sentence(loaded), *_chat(loaded), _results()]
     subtitle = "Why softmax can select where linear attention cannot. Move anything."
     return render("Explorer", sections, subtitle=subtitle, live=True, scripts=[script])
 
@@ -69,17 +70,46 @@ def _weights() -> Section:
     return Section("weights", "Weights", [Form("weights-form", inputs, facts, matrices)], lead)
 
 
-def _sentence(model: str | None) -> Section:
-    if model is None:
+def writes(loaded: Sentences) -> bool:
+    """Is it a language model that continues text?"""
+    return loaded.model.get_output_embeddings() is not None and not loaded.model.config.is_encoder_decoder
+
+
+def _sentence(loaded: Sentences | None) -> Section:
+    if loaded is None:
         advice = "Start the explorer with a model to see its heads on your own sentence: attngap serve --model smollm2"
         return Section("sentence", "Your sentence", [Text([advice])])
-    inputs = [Input("text", "text", f"Text for {model}, up to 256 tokens", SENTENCE)]
-    inputs.append(Input("select", "color", "Color by", "first", choices=SUMMARIES))
+    both = "converted" in loaded.models
+    inputs = [Input("text", "text", f"Text for {loaded.name}, up to {MOST_TOKENS} tokens", SENTENCE)]
+    colors = (*SUMMARIES, "changed") if both else SUMMARIES
+    inputs.append(Input("select", "color", "Color by", "changed" if both else "first", choices=colors))
     form = Form("sentence-form", inputs, button="Show its heads")
     alt = "Every head of the model on this sentence, layers across, heads down"
-    caption = "first, self, previous: mean weight on the first token, the row itself, the one before. Click a square."
+    caption = "first, self, previous: mean weight on the first token, the row itself, the one before."
+    if both:
+        caption += " changed: the share of a head's attention that the converted model puts elsewhere."
+    caption += " A dot marks heads that a diagnosis in these folders keeps. Click a square."
     chart = Chart("sentence-map", "Heads on this sentence", alt, plain_map().to_dict(), caption)
-    return Section("sentence", "Your sentence", [form, chart, Form("sentence-head", [], matrices=[("head", "head")])])
+    matrices = [(name, name) for name in loaded.models]
+    lead = "Hover a row of the picture, or a word below it: its words are colored by the attention it pays them."
+    return Section(
+        "sentence", "Your sentence", [form, chart, Form("sentence-head", [], matrices=matrices, words=True)], lead
+    )
+
+
+def _chat(loaded: Sentences | None) -> list[Section]:
+    if loaded is None or not writes(loaded):
+        return []
+    names = list(loaded.models)
+    inputs = [
+        Input("text", "prompt", "You say", "Tell me about attention in two sentences."),
+        Input("range", "tokens", "tokens an answer, at most", 80, 8, 400, 8),
+    ]
+    form = Form("chat-form", inputs, columns=names, button="Say it")
+    lead = "The same words to each model, the likeliest token every time; below each the size of its cache as it grows."
+    if len(names) == 1:
+        lead += " Start with a folder written by attngap linearize to see both models side by side."
+    return [Section("chat", "Talk to it", [form], lead)]
 
 
 def _results() -> Section:

@@ -1,4 +1,4 @@
-"""What every head of a loaded model does on a person's own sentence."""
+"""What every head of a loaded model does on a person's own sentence, and what its replacement does there."""
 
 import math
 import threading
@@ -11,56 +11,90 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.explorer.weights import picture
 from attngap.models.capture import Call, allowed, capture
+from attngap.models.swap import mixed_heads
 
 MOST_TOKENS = 256
 REMEMBERED = 4  # sentences whose weights are kept, so that a click on a head needs no second pass
+Seen = tuple[list[str], int, dict[str, dict[int, Tensor]]]  # tokens, how many there were, weights by model and layer
 
 
 class Sentences:
-    """Runs sentences through one model, one at a time, and remembers the last few."""
+    """Runs sentences through a model, and the converted one beside it, one at a time; remembers the last few."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str):
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self._seen: OrderedDict[str, tuple[list[str], dict[int, Tensor]]] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, model: Any, tokenizer: Any, name: str, converted: Any = None):
+        self.tokenizer, self.name = tokenizer, name
+        self.models = {"original": model} | ({} if converted is None else {"converted": converted})
+        self.lock = threading.Lock()  # of the models: a conversation takes it token by token
+        self._seen: OrderedDict[str, Seen] = OrderedDict()
+
+    @property
+    def model(self) -> Any:
+        return self.models["original"]
 
     def heads(self, text: str) -> dict[str, Any]:
-        """One row a head: where its attention goes on this sentence."""
-        tokens, layers = self._run(text)
+        """One row a head: where its attention goes on this sentence, and how far its replacement's goes elsewhere."""
+        tokens, count, models = self._run(text)
+        kept = self._kept()
         rows = []
-        for layer, weights in sorted(layers.items()):
+        for layer, weights in sorted(models["original"].items()):
             for head, matrix in enumerate(weights):
-                rows.append({"id": f"{layer}.{head}", "layer": layer, "head": head, **summary(matrix)})
-        return {"tokens": tokens, "heads": rows}
+                row = {"id": f"{layer}.{head}", "layer": layer, "head": head, **summary(matrix)}
+                if "converted" in models:
+                    row["changed"] = distance(matrix, models["converted"][layer][head])
+                    row["replaced"] = layer in kept and head not in kept[layer]
+                rows.append(row)
+        return {"tokens": tokens, "all_tokens": count, "heads": rows}
 
     def pattern(self, text: str, layer: int, head: int) -> dict[str, Any]:
-        tokens, layers = self._run(text)
+        """The head's weights, as `original` and, of a converted model, as `converted`."""
+        tokens, _, models = self._run(text)
+        layers = models["original"]
         if layer not in layers or not 0 <= head < layers[layer].shape[0]:
             heads = next(iter(layers.values())).shape[0]
             raise AttngapError(f"No head {layer}.{head}: layers are 0-{len(layers) - 1}, heads 0-{heads - 1}")
-        return {"tokens": tokens, **picture(layers[layer][head])}
+        return {"tokens": tokens, "models": {name: picture(found[layer][head]) for name, found in models.items()}}
 
-    def _run(self, text: str) -> tuple[list[str], dict[int, Tensor]]:
-        with self._lock:
+    def _kept(self) -> dict[int, set[int]]:
+        """Heads that keep softmax in the layers that were converted."""
+        if "converted" not in self.models:
+            return {}
+        return {layer: set(part.keep.tolist()) for layer, part in mixed_heads(self.models["converted"]).items()}
+
+    def _run(self, text: str) -> Seen:
+        with self.lock:
             if text not in self._seen:
                 self._seen[text] = self._forward(text)
                 while len(self._seen) > REMEMBERED:
                     self._seen.popitem(last=False)
             return self._seen[text]
 
-    def _forward(self, text: str) -> tuple[list[str], dict[int, Tensor]]:
-        ids = self.tokenizer(text, return_tensors="pt")["input_ids"][:, :MOST_TOKENS]
+    def _forward(self, text: str) -> Seen:
+        every = self.tokenizer(text, return_tensors="pt")["input_ids"]
+        ids = every[:, :MOST_TOKENS]
         if ids.shape[1] < 2:
             raise AttngapError("The sentence has fewer than 2 tokens. Type a longer one")
-        layers: dict[int, Tensor] = {}
+        found = {name: _weights(model, ids) for name, model in self.models.items()}
+        return [self.tokenizer.decode([i]) for i in ids[0].tolist()], every.shape[1], found
 
-        def keep(call: Call) -> None:
-            if not call.cross:
-                layers[call.layer] = weights_of(call)[0]
 
-        with torch.no_grad(), capture(self.model, keep):
-            self.model(ids)
-        return [self.tokenizer.decode([i]) for i in ids[0].tolist()], layers
+def _weights(model: Any, ids: Tensor) -> dict[int, Tensor]:
+    """(h, t, t) a layer: softmax of kept heads, the mixing matrix of each replacement."""
+    layers: dict[int, Tensor] = {}
+    parts = mixed_heads(model)
+
+    def keep(call: Call) -> None:
+        if call.cross:
+            return
+        weights = weights_of(call)[0]
+        if call.layer in parts:
+            part = parts[call.layer]
+            mixed = part.mechanism.weights(part.mechanism.read(None, call.q, call.k, call.v, rotary=call.rotary))[0]
+            weights = mixed.to(weights).index_copy(0, part.keep, weights[part.keep])
+        layers[call.layer] = weights
+
+    with torch.no_grad(), capture(model, keep):
+        model(ids)
+    return layers
 
 
 def weights_of(call: Call) -> Tensor:
@@ -73,6 +107,11 @@ def weights_of(call: Call) -> Tensor:
     if may_read is not None:
         logits = logits.masked_fill(~may_read, -torch.inf)
     return logits.softmax(-1)
+
+
+def distance(exact: Tensor, other: Tensor) -> float:
+    """Mean total variation of the rows: the share of its attention that a replacement puts elsewhere."""
+    return 0.5 * (exact - other).abs().sum(-1).mean().item()
 
 
 def summary(weights: Tensor) -> dict[str, float]:

@@ -49,6 +49,23 @@ class Shelf:
                 rows.append({"sweep": f"unreadable: {error}", "path": str(path)})
         return rows
 
+    def verdicts(self, config: Any) -> dict[str, str]:
+        """Verdict by head of the latest diagnosis below the folders that fits the loaded model; empty if none does."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        shape = (getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None))
+        found: list[tuple[str, dict[str, str]]] = []
+        for path in self._files(".json"):
+            try:
+                result = read_json(path)
+                if result is None or result.kind != "diagnosis":
+                    continue
+                model = result.content["model"]
+                if (model["layers"], model["heads"]) == shape and model["architecture"] in (config.architectures or []):
+                    found.append((result.time, {head["id"]: head["verdict"] for head in result.content["heads"]}))
+            except (AttngapError, KeyError, TypeError):
+                continue  # listed as unreadable already
+        return max(found, default=("", {}))[1]
+
     def report(self, number: int) -> str:
         """The report of one listed result, as `attngap report` writes it."""
         if not 0 <= number < len(self._shown):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
 from attngap.errors import AttngapError
 from attngap.models.cache import cache_bytes
@@ -30,7 +30,7 @@ class Step:
 class Conversation:
     """One model that remembers what it has read: only what is new since the last turn goes through it."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, model: PreTrainedModel, tokenizer: Any):
         if model.get_output_embeddings() is None:
             raise AttngapError("An encoder writes no text. Use attngap.load and call the model")
         if model.config.is_encoder_decoder:
@@ -76,7 +76,7 @@ class Conversation:
         return out.logits[0, -1].float()
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Tokens of a conversation: in the model's chat template, or just one text after the other where it has none."""
     if getattr(tokenizer, "chat_template", None):
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))

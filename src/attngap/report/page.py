@@ -164,6 +164,8 @@ class Form:
     facts: Sequence[tuple[str, str]] = ()
     matrices: Sequence[tuple[str, str]] = ()
     button: str = ""
+    words: bool = False  # a line of tokens below the matrices
+    columns: Sequence[str] = ()  # a stream of text each, side by side
 
 
 Block = Text | Facts | Chart | Panels | Table | HeadPanel | Form

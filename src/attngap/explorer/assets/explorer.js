@@ -16,23 +16,58 @@ function live(form, act, onlyOnSubmit = false) {
     pending = new AbortController();
     const { signal } = pending;
     showValues(form);
+    status.classList.remove("wrong");
     try {
       const started = performance.now();
       const note = await act(Object.fromEntries(new FormData(form)), signal);
       status.textContent = note ?? "";
       status.classList.remove("wrong");
+      form.classList.remove("stale");
+      remember();
       form.dataset.milliseconds = String(performance.now() - started);
       form.dataset.answered = String(Number(form.dataset.answered || 0) + 1);
     } catch (error) {
       if (error.name === "AbortError") return;
       status.textContent = error.message;
       status.classList.add("wrong");
+      form.classList.add("stale"); // what stands below is not the answer to what stands above
     }
   }
   form.addEventListener("submit", (event) => { event.preventDefault(); run(); });
   if (!onlyOnSubmit) form.addEventListener("input", run);
   return run;
 }
+
+// What is set, in the address: a view can be shared, and reloading keeps it.
+const remembered = ["law-form", "weights-form", "sentence-form"];
+let shownHead = "";
+function remember() {
+  const state = new URLSearchParams();
+  for (const id of remembered) {
+    for (const input of document.getElementById(id)?.elements ?? []) {
+      if (input.name && input.value !== input.dataset.first) state.set(`${id.split("-")[0]}.${input.name}`, input.value);
+    }
+  }
+  if (shownHead) state.set("head", shownHead);
+  const text = state.toString();
+  history.replaceState(null, "", text ? `#${text}` : location.pathname);
+}
+function recall() {
+  const state = new URLSearchParams(location.hash.slice(1));
+  for (const id of remembered) {
+    for (const input of document.getElementById(id)?.elements ?? []) {
+      if (!input.name) continue;
+      input.dataset.first = input.value;
+      const value = state.get(`${id.split("-")[0]}.${input.name}`);
+      if (value === null) continue;
+      const was = input.value;
+      input.value = value;
+      if (input.value === "" && input.tagName === "SELECT") input.value = was; // no such choice any more
+    }
+  }
+  shownHead = state.get("head") ?? "";
+}
+recall();
 
 function showValues(form) {
   for (const input of form.querySelectorAll("input[type=range]")) {
@@ -91,35 +126,113 @@ const runWeights = live(weightsForm, async (values, signal) => {
 });
 
 const sentenceForm = document.getElementById("sentence-form");
+const words = document.querySelector("#sentence-head .words");
 let sentence = null;
+let opened = null; // the head on show: roots and side of its first picture
+
+function showRow(i) {
+  [...words.children].forEach((word, j) => {
+    const weight = j < opened.side ? opened.roots[i * opened.side + j] / 255 : 0;
+    word.style.background = j <= i || weight ? `rgb(213 94 0 / ${weight})` : "none";
+    word.classList.toggle("here", i === j);
+  });
+}
+
 async function openSentenceHead(head) {
-  const answer = await ask(`api/sentence/${head.layer}/${head.head}`, { text: sentence.text });
-  const figure = document.querySelector('[data-matrix="head"]');
-  drawMatrix(figure, { ...answer, roots: bytesOf(answer.roots), alt: `Attention of head ${head.id}` });
-  figure.querySelector("figcaption").textContent = `head ${head.id}, largest weight ${general(answer.top, 3)}`;
-  figure.dataset.head = head.id;
-  await views["sentence-map"].signal("chosen", head.id).runAsync();
+  const form = document.getElementById("sentence-head");
+  const status = form.querySelector(".status");
+  try {
+    const answer = await ask(`api/sentence/${head.layer}/${head.head}`, { text: sentence.text });
+    for (const [name, { roots, ...rest }] of Object.entries(answer.models)) {
+      const figure = form.querySelector(`[data-matrix="${name}"]`);
+      const data = { roots: bytesOf(roots), ...rest };
+      const what = name === "converted" && head.replaced ? "replaced" : "softmax";
+      if (name === "original") opened = data;
+      drawMatrix(figure, { ...data, tokens: answer.tokens, alt: `Attention of head ${head.id}, ${name}`, onRow: showRow });
+      figure.querySelector("figcaption").textContent = `${name}, head ${head.id} (${what}), largest weight ${general(rest.top, 3)}`;
+      figure.dataset.head = head.id;
+    }
+    words.replaceChildren(...answer.tokens.map((token, i) => make("span", { onpointerenter: () => showRow(i) }, token)));
+    showRow(answer.tokens.length - 1);
+    shownHead = head.id;
+    remember();
+    status.textContent = "";
+    await views["sentence-map"].signal("chosen", head.id).runAsync();
+  } catch (error) {
+    status.textContent = error.message;
+  }
 }
 async function colorSentence() {
   const by = sentenceForm.elements.color.value;
-  const rows = sentence.heads.map((head) => ({ ...head, value: head[by] }));
+  const rows = sentence.heads.map((head) => ({ ...head, value: head[by], verdict: sentence.verdicts[head.id] }));
   await views["sentence-map"].data("heads", rows).runAsync();
+  remember();
 }
 const runSentence = live(sentenceForm, async (values, signal) => {
   sentence = { text: values.text, ...(await ask("api/sentence", { text: values.text }, signal)) };
   await colorSentence();
-  await openSentenceHead(sentence.heads[0]);
-  return `${sentence.tokens.length} tokens, ${sentence.heads.length} heads`;
+  await openSentenceHead(sentence.heads.find((head) => head.id === shownHead) ?? sentence.heads[0]);
+  const [shown, all] = [sentence.tokens.length, sentence.all_tokens];
+  const cut = all > shown ? ` (the first of ${all}; the rest is left out)` : "";
+  const verdicts = Object.keys(sentence.verdicts).length ? "; dots: heads that a diagnosis keeps" : "";
+  return `${shown} tokens${cut}, ${sentence.heads.length} heads${verdicts}`;
 }, true);
 sentenceForm?.elements.color.addEventListener("change", () => sentence && colorSentence());
 
+// A conversation: each model has its own history, all hear the same words.
+const chatForm = document.getElementById("chat-form");
+const histories = {};
+async function talk(values, signal) {
+  const columns = [...chatForm.querySelectorAll("[data-talk]")];
+  for (const column of columns) {
+    const name = column.dataset.talk;
+    (histories[name] ??= []).push({ role: "user", content: values.prompt });
+    column.querySelector(".said").append(make("b", {}, values.prompt), make("span", { class: "reply" }));
+  }
+  const body = JSON.stringify(histories);
+  const headers = { "Content-Type": "application/json" };
+  const response = await fetch(`api/chat?${new URLSearchParams({ tokens: values.tokens })}`, { method: "POST", body, headers, signal });
+  if (!response.ok) throw new Error((await response.json()).error ?? `The server answered ${response.status}`);
+  const replies = Object.fromEntries(columns.map((column) => [column.dataset.talk, ""]));
+  const spent = {};
+  let rest = "";
+  for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
+    const lines = (rest + piece).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      const step = JSON.parse(line);
+      const column = chatForm.querySelector(`[data-talk="${step.model}"]`);
+      if (step.error) throw new Error(`${step.model}: ${step.error}`);
+      if (step.done) continue;
+      replies[step.model] += step.text;
+      (spent[step.model] ??= []).push(step.seconds);
+      const said = column.querySelector(".said");
+      said.lastChild.textContent = replies[step.model];
+      said.scrollTop = said.scrollHeight;
+      const later = spent[step.model].slice(1); // the first reads the prompt
+      const rate = later.length ? `, ${general(later.length / later.reduce((a, b) => a + b, 0), 3)} tokens/s` : "";
+      column.querySelector(".size").textContent = `${step.tokens.toLocaleString("en-US")} tokens, cache ${(step.cache_bytes / 1e6).toFixed(1)} MB${rate}`;
+    }
+  }
+  for (const [name, content] of Object.entries(replies)) histories[name].push({ role: "assistant", content });
+  return "";
+}
+if (chatForm) {
+  live(chatForm, talk, true);
+  chatForm.addEventListener("input", () => showValues(chatForm));
+  showValues(chatForm);
+}
+
+const resultsLead = document.querySelector("#results .lead");
+const resultsWords = resultsLead.textContent;
 async function refreshResults() {
   try {
     const { results, sweeps } = await ask("api/results", {});
     tables["results-table"](results.map((row) => ({ ...row, href: `report/${row.number}` })));
     tables["sweeps-table"](sweeps);
+    resultsLead.textContent = resultsWords;
   } catch (error) {
-    document.querySelector("#results .lead").textContent = `The server does not answer: ${error.message}`;
+    resultsLead.textContent = `The server does not answer: ${error.message}`;
   }
 }
 

@@ -1,5 +1,6 @@
 // One head: opened from the map, the table, the selector or the address (#head=7.3).
 const panels = {};
+let settled = false; // from then on what is opened is a person's choice, and goes into the address
 
 function setUpPanel(element) {
   const panel = page.panels[element.dataset.panel];
@@ -54,6 +55,7 @@ function setUpPanel(element) {
     reads(head);
     for (const figure of element.querySelectorAll("[data-head-chart]")) drawn.set(`${element.id}-${figure.dataset.headChart}`, chart(figure, head));
     mark(head.id);
+    if (settled) history.replaceState(null, "", `#head=${head.id}`);
     if (scroll) element.scrollIntoView({ block: "nearest", behavior: "smooth" });
   }
 
@@ -81,7 +83,8 @@ function setUpPanel(element) {
     if (element.dataset.open) mark(element.dataset.open);
   });
   panels[element.id] = { open, sources: [panel.map, panel.table] };
-  if (heads.length) open(heads[0].id);
+  const asked = new URLSearchParams(location.hash.slice(1)).get("head");
+  if (heads.length) open(byId.has(asked) ? asked : heads[0].id);
 }
 
 function openHead(source, id, scroll) {
@@ -89,5 +92,6 @@ function openHead(source, id, scroll) {
 }
 
 for (const element of document.querySelectorAll("[data-panel]")) setUpPanel(element);
+settled = true;
 for (const figure of document.querySelectorAll("[data-chart]")) drawn.set(figure.dataset.chart, drawChart(figure));
 window.attngap = { views, openHead };

@@ -7,9 +7,23 @@ function heat(value) {
   return heatStops[i].map((low, c) => low + (at - i) * (heatStops[i + 1][c] - low));
 }
 
+// Tokens along both sides, as many as have room.
+function labelMatrix(figure, canvas, tokens, side) {
+  let box = canvas.closest(".labels");
+  if (!box) {
+    box = make("div", { class: "labels" });
+    canvas.replaceWith(box);
+    box.append(make("div", { class: "across", "aria-hidden": "true" }), make("div", { class: "down", "aria-hidden": "true" }), canvas);
+  }
+  const step = Math.max(1, Math.ceil((side * 12) / (canvas.clientWidth || 320)));
+  const place = (name) => (token, i) => (i % step ? [] : [make("span", { style: `${name}: ${(100 * (i + 0.5)) / side}%` }, token)]);
+  box.querySelector(".across").replaceChildren(...tokens.flatMap(place("left")));
+  box.querySelector(".down").replaceChildren(...tokens.flatMap(place("top")));
+}
+
 // `roots` are square roots of weights in whole numbers up to `most`, which stands for a weight of `top`; a cell covers
 // `width` tokens.
-function drawMatrix(figure, { roots, side, most = 255, top = 1, width = 1, tokens = null, alt = "" }) {
+function drawMatrix(figure, { roots, side, most = 255, top = 1, width = 1, tokens = null, alt = "", onRow = null }) {
   const canvas = figure.querySelector("canvas");
   canvas.width = canvas.height = side;
   const context = canvas.getContext("2d");
@@ -17,6 +31,7 @@ function drawMatrix(figure, { roots, side, most = 255, top = 1, width = 1, token
   for (let i = 0; i < side * side; i += 1) image.data.set(heat(roots[i] / most), 4 * i);
   context.putImageData(image, 0, 0);
   canvas.setAttribute("aria-label", alt);
+  if (tokens) labelMatrix(figure, canvas, tokens, side);
   const readout = figure.querySelector(".readout");
   readout.textContent = "";
   const span = (k) => (width === 1 ? `${k}` : `${Math.round(k * width)}–${Math.round((k + 1) * width) - 1}`);
@@ -26,6 +41,7 @@ function drawMatrix(figure, { roots, side, most = 255, top = 1, width = 1, token
     const cell = (part) => Math.min(side - 1, Math.max(0, Math.floor(part * side)));
     const j = cell((event.clientX - box.left) / box.width);
     const i = cell((event.clientY - box.top) / box.height);
+    onRow?.(i);
     const weight = (roots[i * side + j] / most) ** 2 * top;
     readout.textContent = `query ${span(i)}${token(i)}, key ${span(j)}${token(j)}: ${general(weight, most < 255 ? 1 : 2)}`;
   };
