@@ -114,7 +114,7 @@ def runs(path: Path) -> Path:
             for mechanism in ("softmax", "elu", "gated-delta")
             for seed in (0, 1)
         ]
-        database.begin("small", specs)
+        database.announce("small", specs)
         for place, spec in enumerate(specs):
             score = {"softmax": 1.0, "elu": 0.3, "gated-delta": 0.8}[spec["mechanism"]] - 0.01 * spec["seed"]
             result = {

@@ -53,14 +53,14 @@ def test_filters(runs):
     runs.add(spec(0), RESULT, {})
     runs.add({**spec(1), "mechanism": "softmax"}, RESULT, {})
     runs.add({**spec(2), "task": "mqar"}, RESULT, {})
-    runs.begin("night", [spec(0), spec(9)])
+    runs.announce("night", [spec(0), spec(9)])
     assert [record.spec["seed"] for record in runs.records(mechanism="elu", task="copy")] == [0]
     assert [record.spec["seed"] for record in runs.records(sweep="night")] == [0]
     assert len(runs.records()) == 3
 
 
 def test_progress_counts_done_failed_and_left(runs):
-    runs.begin("night", [spec(0), spec(1), spec(2)])
+    runs.announce("night", [spec(0), spec(1), spec(2)])
     runs.add(spec(0), RESULT, {})
     runs.fail(spec(1), "boom")
     (progress,) = runs.progress()

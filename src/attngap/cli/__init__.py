@@ -1,4 +1,4 @@
-"""The command line: `attngap VERB`. One verb a file; each imports what it needs when it runs."""
+"""The command line: `attngap VERB`. One verb per file; each imports what it needs when it runs."""
 
 import signal
 import sys

@@ -57,7 +57,7 @@ def show(made: "Plan", output: Path) -> None:
     chosen = len(made.keep) - (total - max(curve))  # heads that cannot be replaced are not on the curve
     levels = {min(curve, key=lambda kept, level=level: abs(kept - level * max(curve))) for level in LEVELS}
     table = Table(title=f"Predicted damage of keeping softmax on some of {max(curve)} heads")
-    for name in ("kept", "share", "text, nats a token", "recall, nats a token"):
+    for name in ("kept", "share", "text, nats per token", "recall, nats per token"):
         table.add_column(name, justify="right")
     for kept in sorted(levels | {chosen}):
         point = curve[kept]

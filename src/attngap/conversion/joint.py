@@ -20,7 +20,7 @@ ROWS = 64  # tokens of logits handled at once
 
 
 def divergence(student: Tensor, teacher: Tensor, *, is_language_model: bool) -> Float[Tensor, ""]:
-    """Mean KL(teacher || student) in nats a token; for an encoder the relative squared error of its hidden states."""
+    """Mean KL(teacher || student) in nats per token; for an encoder the relative squared error of its hidden states."""
     if not is_language_model:
         return (student - teacher).square().sum() / teacher.square().sum()
     return _Divergence.apply(student.flatten(0, 1), teacher.flatten(0, 1))

@@ -16,7 +16,7 @@ from attngap.heads.passages import passages, special_tokens, stress
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 DIGITS = 5
-SEQUENCES = 3  # of repeated random tokens a trial: half a thousand predictions alone are off by two points
+SEQUENCES = 3  # of repeated random tokens per trial: half a thousand predictions alone are off by two points
 
 
 class Quality(BaseModel):
@@ -25,7 +25,7 @@ class Quality(BaseModel):
     model_config = ConfigDict(extra="forbid")
     perplexity: float | None = None
     perplexity_ratio: float | None = None  # to the original's
-    divergence: float = 0.0  # KL to the original, nats a token
+    divergence: float = 0.0  # KL to the original, nats per token
     induction: float | None = None  # share of a repeated random sequence predicted
     needle: float | None = None  # share of the digits of a hidden number recalled
     needle_by_place: dict[str, float] = {}  # "length@depth"

@@ -1,4 +1,4 @@
-"""Tokens a second and cache memory, the original and the converted model in the same run."""
+"""Tokens per second and cache memory, the original and the converted model in the same run."""
 
 import statistics
 import time
@@ -20,8 +20,8 @@ class Speed(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     context: int
-    prefill: float | None  # tokens a second
-    decode: float  # tokens a second
+    prefill: float | None  # tokens per second
+    decode: float  # tokens per second
     cache_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""From the pieces of a run to one row a head."""
+"""From the pieces of a run to one row per head."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from attngap.theory.certificates import ceiling, floor
 
 # Cuts of the floor's recursion: a third of the default's time, and the same floor but for the third digit.
 CELLS = (4, 2)
-WORTH = 256  # tokens from which on it pays to start processes
+PARALLEL_FROM = 256  # tokens from which on it pays to start processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +43,14 @@ def bounds(
     sinks: int,
     causal: bool,
 ) -> Bounds:
-    """Certificates of each head, a head a process: they are many small steps, at which threads wait for each other."""
+    """Certificates of each head, one process per head: many small steps, at which threads wait for each other."""
     near = (window, sinks) if causal else (0, 0)
     task = functools.partial(_of_head, ranks=[min(rank, weights.shape[-1]) for rank in ranks], near=near, causal=causal)
     # A view would take the whole layer along to its process.
     jobs = [(weights[head].clone(), values[head].clone()) for head in range(weights.shape[0])]
     found: dict[int, Bounds] = {}
     with _one_thread() as threads:
-        workers = min(threads, len(jobs)) if weights.shape[-1] >= WORTH else 1
+        workers = min(threads, len(jobs)) if weights.shape[-1] >= PARALLEL_FROM else 1
         for outcome in run(task, jobs, workers=workers):
             if outcome.error is not None:
                 raise AttngapError(f"The bounds of head {outcome.index} failed: {outcome.error}")

@@ -30,7 +30,7 @@ from attngap.models.plan import ModelFacts, architecture, fingerprint
 from attngap.options import KEEP
 from attngap.provenance import provenance
 from attngap.storage.checkpoint import PIECES, open_checkpoint
-from attngap.storage.folder import check_output
+from attngap.storage.folder import check_output, publish
 
 MORE = (8, 4, 2, 1)  # additional, shorter passages for damage: as many of these as the text has room for
 MORE_CONTEXT = 512
@@ -97,7 +97,8 @@ def diagnose(
             other, _ = _stress(tokenizer, context, options.window, seed + 1)
             result.verification = measure_damage(run, result.heads, held_out, other, options.verify)
         if folder is not None:
-            result.save(folder)
+            with publish(folder, RESULT) as draft:
+                result.save(draft)
     return result
 
 

@@ -79,7 +79,7 @@ def pattern(weights: Float[Tensor, "h t s"]) -> Tensor:
 
 
 def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str, Tensor]:
-    """The strongest pairs (query, key) outside window and sinks, at most one a query."""
+    """The strongest pairs (query, key) outside window and sinks, at most one per query."""
     distance = torch.arange(weights.shape[1])[:, None] - torch.arange(weights.shape[2])[None, :]
     near = (distance.abs() < window) | (torch.arange(weights.shape[2]) < sinks)
     best, key = weights.masked_fill(near, 0.0).max(-1)  # (h, t)

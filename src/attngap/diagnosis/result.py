@@ -84,7 +84,7 @@ class Head(_Strict):
     fit: float | None = None
     stress_fit: float | None = None
     monotonicity: float | None = None
-    # damage: nats a token on text and on the stress passage
+    # damage: nats per token on text and on the stress passage
     damage: float | None = None
     recall_damage: float | None = None
     unavoidable: float | None = None
@@ -136,7 +136,7 @@ class Diagnosis(_Strict):
         return self
 
     def to_pandas(self):
-        """One row a head; lists become columns named after the rank."""
+        """One row per head; lists become columns named after the rank."""
         try:
             import pandas as pd
         except ImportError:

@@ -99,7 +99,7 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
 
 
 def take_statistics(run: DiagnosisRun) -> None:
-    """One forward pass a passage; every row of every head, no n x n matrix but of heads that are linear already."""
+    """One forward pass per passage; every row of every head, no n x n matrix but of heads that are linear already."""
     near = run.options
     for name, tokens in run.passages():
         names = [f"rows-{name}-{layer}" for layer in range(run.shape.layers)]

@@ -2,8 +2,10 @@
 
 from attngap.diagnosis.result import Head, Kind
 
+# Cut-offs of words, set by hand: no number of a diagnosis depends on them, and which heads are kept goes by importance.
+# Only without an estimate of damage (--quick) do they say what looks needed.
 RETRIEVES = 0.2  # mean weight on the token to copy, on the stress passage
-PREVIOUS = 0.4
+PREVIOUS = 0.4  # mean weight on the token before
 WINDOW_ENOUGH = 0.02  # far mass below which nothing distant is read to speak of
 
 

@@ -84,7 +84,7 @@ def predictions(result) -> Tensor:
 def replaced_loss(
     run: DiagnosisRun, replay: Replay, tokens: Int[Tensor, "1 t"], before: Tensor, head: Head
 ) -> Float[Tensor, ""]:
-    """KL to the untouched model in nats a token; for an encoder the squared change of its embedding."""
+    """KL to the untouched model in nats per token; for an encoder the squared change of its embedding."""
     with replay.until(head.layer) as skipped:
 
         def watch(call: Call) -> Tensor | None:

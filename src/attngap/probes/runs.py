@@ -116,7 +116,7 @@ def run_all(
     check(specs)
     if checkpoints is not None:
         checkpoints.mkdir(parents=True, exist_ok=True)
-    runs.begin(sweep, specs)
+    runs.announce(sweep, specs)
     missing = [dict(spec) for spec in runs.missing(specs)]
     _drop_checkpoints(checkpoints, [spec for spec in specs if spec not in missing])  # a kill may have come in between
     jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]

@@ -1,4 +1,4 @@
-"""Run records in one SQLite file: one row a run, keyed by a hash of everything that decides its numbers.
+"""Run records in one SQLite file: one row per run, keyed by a hash of everything that decides its numbers.
 
 A row is written whole in one transaction, so a kill at any moment leaves either no row or the row. Write-ahead logging
 lets any number of readers watch while one driver writes; a second driver waits its turn.
@@ -158,7 +158,7 @@ class Runs:
                 left.append(spec)
         return left
 
-    def begin(self, sweep: str, specs: Iterable[Mapping[str, Any]]) -> None:
+    def announce(self, sweep: str, specs: Iterable[Mapping[str, Any]]) -> None:
         """Announce what a sweep will hold, so that `progress` can tell how far it is; forgets its old failures."""
         keys = {spec_key(spec) for spec in specs}
         with Write(self._db):
@@ -167,7 +167,7 @@ class Runs:
             self._db.executemany("DELETE FROM failures WHERE key = ?", ((key,) for key in keys))
 
     def progress(self) -> list[Progress]:
-        """One entry a sweep."""
+        """One entry per sweep."""
         rows = self._db.execute(
             """SELECT plan.sweep, count(*), count(runs.key),
                       sum(runs.key IS NULL AND failures.key IS NOT NULL), max(runs.finished)
