@@ -11,6 +11,8 @@ from attngap.errors import AttngapError
 from attngap.ops.hybrid import blocks, definition, empty_state, hybrid_attention, near_attention, window_attention
 from attngap.ops.softmax import definition as softmax_definition
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 NAMES = ("q", "k", "v", "fq", "fk", "log_gain")
 
 
@@ -55,14 +57,66 @@ def close(x, y, tolerance=1e-10):
 )  # fmt: skip
 def test_values_and_gradients_equal_the_definition(t, window, sinks, chunk, kv, relative):
     inputs = [x.requires_grad_() for x in make(t=t, kv=kv)]
-    out, _ = fast(inputs, window=window, sinks=sinks, chunk=chunk, relative=relative)
     expected = slow(inputs, window=window, sinks=sinks, relative=relative)
-    close(out, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    for size in {chunk, None}:  # the compiled form has blocks of its own
+        out, _ = fast(inputs, window=window, sinks=sinks, chunk=size, relative=relative)
+        close(out, expected)
+        for name, ours, theirs in zip(NAMES, torch.autograd.grad(out, inputs, grad), wanted, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-9), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_shape_in_any_pieces_equals_the_definition(data):
+    """Values and gradients of a padded batch that is fed in pieces."""
+
+    def draw(*choices):
+        return data.draw(st.sampled_from(choices))
+
+    kv, window, sinks = draw(1, 2), draw(1, 3, 8, 11, 16, 33), draw(0, 1, 4, 18)
+    shape = {"b": draw(1, 2), "kv": kv, "h": kv * draw(1, 3), "d": draw(1, 5, 16), "dv": draw(1, 7, 24)}
+    inputs = [x.requires_grad_() for x in make(**shape, t=draw(1, 20, 47), r=draw(1, 6, 17), seed=draw(*range(9)))]
+    t, options = inputs[0].shape[2], {"window": window, "sinks": sinks, "relative": draw(True, False)}
+    mask = torch.rand(shape["b"], t, generator=torch.Generator().manual_seed(draw(1, 2))) < draw(0.6, 2.0)
+    mask[:, 0] = True
+    edge = draw(0, t // 3, t - 1)
+    state, parts = None, []
+    for start, stop in ((0, edge), (edge, t)):
+        if start < stop:
+            part, state = fast(cut(inputs, start, stop), state=state, mask=mask[:, start:stop], **options)
+            parts.append(part)
+    out, expected = torch.cat(parts, 2), slow(inputs, mask=mask, **options)
+    expected = expected * mask[:, None, :, None]
+    close(out, expected, 1e-9)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))
+    wanted = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
+    for name, ours, theirs in zip(NAMES, torch.autograd.grad(out, inputs, grad), wanted, strict=True):
+        theirs = torch.zeros_like(ours) if theirs is None else theirs
+        assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-8), name
+
+
+def test_very_small_near_weights_without_far_mass_give_the_true_result():
+    """The largest near logit is -200: beyond what exp can hold, and yet the weights are those of a softmax."""
+    t = 6
+    q, k = torch.full((1, 1, t, 1), -10.0), torch.full((1, 1, t, 1), 20.0)
+    v, features = torch.arange(float(t)).view(1, 1, t, 1), torch.full((1, 1, t, 4), 1e4)
+    for count in (1, t):  # alone, and where there is no far key yet
+        out, _ = hybrid_attention(*(x[:, :, :count] for x in (q, k, v, features, features)), window=8, scale=1.0)
+        torch.testing.assert_close(out[0, 0, :, 0], torch.arange(float(count)) / 2)
+    out, _ = hybrid_attention(q, k, v, 0 * features, features, window=1, sinks=0, scale=1.0)
+    torch.testing.assert_close(out, v)
+
+
+def test_an_infinite_gradient_in_one_sequence_leaves_the_others_alone():
+    inputs = [x.requires_grad_() for x in make(b=3, t=40)]
+    out, _ = fast(inputs, window=8)
     grad = torch.randn_like(out)
-    for name, ours, theirs in zip(
-        NAMES, torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
-    ):
-        assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-9), name
+    clean = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    grad[0, 0, 5, 0] = torch.inf
+    for x, y in zip(torch.autograd.grad(out, inputs, grad), clean, strict=True):
+        assert torch.equal(x[1:], y[1:])
 
 
 def test_signed_features_and_a_normalizer_near_zero_follow_the_stated_rule():

@@ -15,6 +15,10 @@ NORMAL = {
 }
 # Above this, products with all but the smallest numbers are normal.
 SMALLEST = {dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+# The two above as a compiled kernel needs them, of float32 and float64: least and most argument, smallest factor.
+LIMITS = tuple((*NORMAL[dtype], SMALLEST[dtype]) for dtype in (torch.float32, torch.float64))
+# The logarithm of the most that features may weigh in a row in which they have no mass: products stay finite.
+MASSLESS = 30.0
 
 
 def weight_exp_(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from attngap.ops import native, pages
+from attngap.ops.native.scratch import Scratch
 from attngap.ops.native.tensors import as_rows
 
 
@@ -12,7 +13,7 @@ def forward(x, taps) -> Tensor:
 
     out = pages.empty_like(x)
     inputs, (to,) = kernels.Inputs(*as_rows(x[:, None], taps[None, None])), as_rows(out[:, None])
-    native.run(kernels.forward, (inputs, to), x.dtype, _vectors(x), x.numel(), 0)
+    native.run(kernels.forward, (inputs, to), x.dtype, _vectors(x), x.numel(), Scratch(None, 0))
     return out
 
 
@@ -23,7 +24,7 @@ def backward(x, taps, d_out) -> tuple[Tensor, Tensor]:
     dx, d_taps = pages.empty_like(x), x.new_empty(len(x), 1, *taps.shape)
     inputs, (above,) = kernels.Inputs(*as_rows(x[:, None], taps[None, None])), as_rows(d_out[:, None])
     to = kernels.Grads(*as_rows(dx[:, None], d_taps))
-    scratch = 2 * taps.numel() * taps.element_size()
+    scratch = Scratch(None, 2 * taps.numel() * taps.element_size())
     native.run(kernels.backward, (inputs, above, to), x.dtype, _vectors(x), 2 * x.numel(), scratch)
     return dx, d_taps.sum((0, 1))
 

@@ -5,6 +5,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from attngap.errors import AttngapError
+from attngap.ops import native
 from attngap.ops.check import (
     accumulate_dtype,
     check_alike,
@@ -15,9 +16,11 @@ from attngap.ops.check import (
     check_width,
     shape,
 )
+from attngap.ops.hybrid import compiled
 from attngap.ops.hybrid.blocks import HybridBlocks, Near, forward_rows, split
+from attngap.ops.hybrid.decode import decode_step
 from attngap.ops.hybrid.layout import Layout
-from attngap.ops.hybrid.state import State, check_hybrid_state, empty_state, roll_up, step, unroll
+from attngap.ops.hybrid.state import State, Tokens, check_hybrid_state, empty_state, push_piece, roll_up, unroll
 from attngap.ops.uncompiled import uncompiled
 
 BLOCKS = 32, 64  # rows computed at a time: about as many as a window is long, or most of what is computed is masked
@@ -75,10 +78,15 @@ def hybrid_attention(
         _check_near(near, q, k, v, whole=fresh and mask is None)
     gain = _gain(log_gain, q)
     inputs = (q, k, v, fq, fk, gain)
-    if q.shape[2] == 1 and mask is None and near is None and not tracked:
+    if q.shape[2] == 1 and near is None and not tracked:
         if not (inplace or fresh):
             state = {name: x.clone() for name, x in state.items()}
-        out = step(state, *inputs, window=window, sinks=sinks, scale=softmax_scale, relative=relative)
+        real = None if mask is None else mask.bool()[:, 0]
+        options = {"window": window, "sinks": sinks, "scale": softmax_scale, "relative": relative}
+        out = decode_step(state, *inputs, **options, real=real)
+    elif chunk is None and _compiled_fits(inputs, state):
+        setting = compiled.Setting(window, sinks, softmax_scale, relative, far=_has_features(fq, fk, state))
+        out, state = _compiled_piece(inputs, state, mask, setting, near)
     else:
         options = {
             "window": window,
@@ -173,6 +181,29 @@ def _gain(log_gain: Tensor | None, q: Tensor) -> Tensor:
     if log_gain is None:
         return q.new_zeros((), dtype=acc).expand(q.shape[:3])
     return (log_gain[None, :, None] if log_gain.ndim == 1 else log_gain).to(acc).expand(q.shape[:3])
+
+
+def _compiled_fits(inputs: tuple[Tensor, ...], state: State) -> bool:
+    rings = (state["k"], state["v"], state["fk"], state["z"])
+    return native.usable(*inputs, *rings, state=state["S"])
+
+
+def _has_features(fq: Tensor, fk: Tensor, state: State) -> bool:
+    """Whether the far part can count: `window_attention` has one feature, and that is zero."""
+    if fk.shape[3] > 1 or any(x.requires_grad for x in (fq, fk, state["fk"], state["S"], state["z"])):
+        return True
+    return any(bool(x.any()) for x in (fk, state["fk"], state["z"], state["S"]))
+
+
+def _compiled_piece(
+    inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, setting: compiled.Setting, near: Near | None
+) -> tuple[Tensor, State]:
+    """All sequences in one call, whatever they have seen and however they are padded."""
+    _, k, v, _, fk, _ = inputs
+    tokens = Tokens.of(state["count"], mask, k.shape[2])
+    past = state["k"], state["v"], state["fk"]
+    out, S, z = compiled.HybridCompiled.apply(*inputs, *past, state["S"], state["z"], tokens, setting, near)
+    return out, push_piece(state, k, v, fk, tokens, setting.window, setting.sinks) | {"S": S, "z": z}
 
 
 def _pieces(inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, options: dict) -> tuple[Tensor, State]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngap.ops.exponent import NORMAL, SMALLEST, weight_exp_
+from attngap.ops.exponent import MASSLESS, NORMAL, SMALLEST, weight_exp_
 from attngap.ops.hybrid.layout import Block, Layout, Masks, Timeline, put_rows, row_scalars, rows
 from attngap.ops.normalizer import EPS, safe_normalizer
 
@@ -37,8 +37,10 @@ def combine(top: Tensor, lift: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     coefficient is only kept finite. One so small that its products would leave the normal numbers, where processors are
     slow, is zero: so are all from a query's `reach` on.
     """
+    least, most = NORMAL[mass.dtype]
     unit = torch.maximum(top, mass.abs().log_().add_(lift))
-    weight = (lift - unit).clamp_(*NORMAL[mass.dtype]).exp_()
+    exponent = torch.where(mass == 0, (lift - unit).clamp_(max=MASSLESS), lift - unit)
+    weight = exponent.clamp_(least, most).exp_()
     return unit, weight.mul_(weight > SMALLEST[mass.dtype])
 
 

@@ -11,6 +11,8 @@ Of n tokens it keeps the sinks, the last `window` others, and a sum over the fea
 The batch is axis 0 of every tensor, so `index_select` on all of them reorders beams.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,25 @@ from attngap.ops.hybrid.blocks import combine
 from attngap.ops.normalizer import safe_normalizer
 
 State = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Which tokens of a piece are real: sequences may differ in what they have seen and in their padding."""
+
+    seen: Tensor  # (b,) int64: tokens before this piece
+    lengths: Tensor  # (b,) int64: real tokens of this piece
+    index: Tensor  # (b, t) int64: where they are, then anything
+    padded: bool  # is any of them no token
+
+    @staticmethod
+    def of(seen: Tensor, mask: Tensor | None, t: int) -> "Tokens":
+        b = len(seen)
+        if mask is None:
+            every = torch.arange(t, device=seen.device).expand(b, t).contiguous()
+            return Tokens(seen.contiguous(), torch.full_like(seen, t), every, padded=False)
+        real = mask.bool()
+        return Tokens(seen.contiguous(), real.sum(1), (~real).long().sort(dim=1, stable=True).indices, padded=True)
 
 
 def empty_state(k: Tensor, v: Tensor, fk: Tensor, window: int, sinks: int) -> State:
@@ -87,6 +108,23 @@ def roll_up(past: Tensor, new: Tensor, count: int, window: int, sinks: int) -> T
     head = (total - sinks) % window
     parts += [last[:, :, window - head :], last[:, :, : window - head]]
     return torch.cat(parts, 2)
+
+
+def push_piece(state: State, k: Tensor, v: Tensor, fk: Tensor, tokens: Tokens, window: int, sinks: int) -> State:
+    """The rings after a piece, and the count; sequences may differ in what they have seen and in their padding."""
+    slots = torch.arange(sinks + window, device=k.device)
+    total = (tokens.seen + tokens.lengths)[:, None]
+    turns = (total - 1 - slots).div(window, rounding_mode="floor")  # of the ring, since its slot was first filled
+    last = torch.where((slots < sinks) | (turns < 0), slots, slots + window * turns)  # token of each slot, (b, slots)
+    fresh = (last >= tokens.seen[:, None]) & (last < total)
+    at = tokens.index.gather(1, (last - tokens.seen[:, None]).clamp(0, tokens.index.shape[1] - 1))
+
+    def pushed(ring: Tensor, new: Tensor, skip: int) -> Tensor:
+        index = at[:, None, skip:, None].expand(*ring.shape)
+        return torch.where(fresh[:, None, skip:, None], new.gather(2, index), ring)
+
+    rings = {"k": pushed(state["k"], k, 0), "v": pushed(state["v"], v, 0), "fk": pushed(state["fk"], fk, sinks)}
+    return rings | {"count": state["count"] + tokens.lengths}
 
 
 def step(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attngap.ops import native
+from attngap.ops.native.scratch import Scratch
 from attngap.ops.native.tensors import as_rows, lane_count, row_bytes
 
 
@@ -13,7 +14,7 @@ def forward(x, length: float) -> tuple[Tensor, Tensor]:
 
     y, factors = torch.empty_like(x), x.new_empty(*x.shape[:3], 1)
     of, *to = as_rows(x, y, factors)
-    native.run(kernels.forward, (of, length, *to), x.dtype, lane_count(x), x.numel(), 3 * row_bytes(x))
+    native.run(kernels.forward, (of, length, *to), x.dtype, lane_count(x), x.numel(), Scratch(None, 3 * row_bytes(x)))
     return y, factors
 
 
@@ -22,5 +23,5 @@ def backward(y, factors, dy, length: float) -> Tensor:
 
     dx = torch.empty_like(y)
     *of, to = as_rows(y, factors, dy, dx)
-    native.run(kernels.backward, (*of, length, to), y.dtype, lane_count(y), y.numel(), 3 * row_bytes(y))
+    native.run(kernels.backward, (*of, length, to), y.dtype, lane_count(y), y.numel(), Scratch(None, 3 * row_bytes(y)))
     return dx

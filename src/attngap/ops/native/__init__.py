@@ -10,11 +10,16 @@ import contextvars
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from attngap.ops.native.scratch import Scratch
 
 VECTOR = 64  # bytes
 PANEL = 128  # bytes: two vectors, two lines of the cache, which no vector should lie across
@@ -47,28 +52,73 @@ def off() -> Iterator[None]:
         _on.reset(token)
 
 
-def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work: int, scratch: int) -> None:
+def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work: int, scratch: "Scratch") -> None:
     """kernel(*arguments, zero of the type, scratch, first, last) over all lanes, by as many threads as torch has.
 
     Lanes are handed out a few at a time: torch's own threads keep a core busy for milliseconds after they are done, so
-    one of ours may get only half of one.
+    one of ours may get only half of one. Whatever happens, nothing writes any more when this returns.
     """
     zero = np.float32(0) if dtype == torch.float32 else np.float64(0)
     threads = 1 if work < ALONE else min(lanes, torch.get_num_threads())
-    held = torch.zeros(threads, scratch + PANEL, dtype=torch.uint8)
+    held = torch.zeros(threads, scratch.bytes + PANEL, dtype=torch.uint8)
+    addresses = [-(-mine.data_ptr() // PANEL) * PANEL for mine in held]
+    if scratch.guards:
+        scratch.guard(addresses)
     count = min(lanes, 1 if threads == 1 else threads * SHARES)
     shares = iter([(lanes * i // count, lanes * (i + 1) // count) for i in range(count)])
 
-    def compute(mine: Tensor) -> None:
-        address = -(-mine.data_ptr() // PANEL) * PANEL
+    def compute(address: int) -> None:
         for first, last in shares:
             kernel(*arguments, zero, address, first, last)
 
-    waiting = [_pool(os.getpid()).submit(compute, mine) for mine in held[1:]]
-    compute(held[0])
-    for thread in waiting:
-        if not thread.cancel():  # one that has not begun has nothing left to do
-            thread.result()
+    if threads == 1:
+        compute(addresses[0])
+    else:
+        _together(compute, addresses)
+    if scratch.guards:
+        scratch.check(addresses)
+
+
+def _together(compute: Callable[[int], None], addresses: list[int]) -> None:
+    """By one thread for each address, this one included; when it returns or raises, all of them are done.
+
+    An interrupt may come anywhere in this thread. Threads that have not begun by then never begin, and the others are
+    waited for: they write into memory that is given back afterwards.
+    """
+    change, closed, active, errors = threading.Condition(), False, 0, []
+
+    def help_out(address: int) -> None:
+        nonlocal active
+        with change:
+            if closed:
+                return
+            active += 1
+        try:
+            compute(address)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            with change:
+                active -= 1
+                change.notify_all()
+
+    try:
+        for address in addresses[1:]:
+            _pool(os.getpid()).submit(help_out, address)
+        compute(addresses[0])
+    finally:
+        interrupt = None
+        while not closed or active:
+            try:
+                with change:
+                    closed = True
+                    change.wait_for(lambda: not active)
+            except BaseException as error:  # another interrupt: go on waiting
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+    if errors:
+        raise errors[0]
 
 
 @functools.cache

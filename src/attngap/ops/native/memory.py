@@ -244,6 +244,13 @@ def clear(at, size, zero):
 
 
 @kernel
+def clear_fields(scratch, room, zero):
+    """All scratch memory but its guards: `room` are the offsets of its fields, the end, and the size of a guard."""
+    for i in range(len(room) - 2):
+        clear(scratch + room[i], room[i + 1] - room[i] - room.guard, zero)
+
+
+@kernel
 def cell(S, rows, columns, r, c, size):
     """The address of an element of a state."""
     wide = min(padded(columns, size), PANEL) // size

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attngap.ops import native, pages
+from attngap.ops.native.scratch import Scratch
 
 
 class Rows(NamedTuple):
@@ -27,10 +28,13 @@ class Rows(NamedTuple):
 
 def as_rows(*tensors: Tensor | None) -> list[Any]:
     """As kernels know them; None stays None."""
-    return [
-        x if x is None else Rows(x.data_ptr(), *x.shape, *(step * x.element_size() for step in x.stride()))
-        for x in tensors
-    ]
+    return [None if x is None else _rows(x) for x in tensors]
+
+
+def _rows(x: Tensor) -> Rows:
+    size = x.element_size()
+    by_batch, by_head, by_row, by_column = x.stride()
+    return Rows(x.data_ptr(), *x.shape, by_batch * size, by_head * size, by_row * size, by_column * size)
 
 
 def mask_rows(q: Tensor, mask: Tensor | None) -> Tensor:
@@ -39,10 +43,10 @@ def mask_rows(q: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones((), dtype=torch.bool).expand(b, 1, t, 1) if mask is None else mask[:, None, :, None]
 
 
-def state_scratch(q: Tensor, v: Tensor, pairs: int) -> int:
+def state_scratch(q: Tensor, v: Tensor, pairs: int) -> Scratch:
     """Bytes of two states, one the other way round, and of pairs of buffers."""
     r, dv = row_bytes(q), row_bytes(v)
-    return q.shape[-1] * dv + v.shape[-1] * r + 2 * pairs * max(r, dv)
+    return Scratch(None, q.shape[-1] * dv + v.shape[-1] * r + 2 * pairs * max(r, dv))
 
 
 def row_bytes(x: Tensor) -> int:

@@ -37,7 +37,7 @@ def forget_older(folder: Path) -> None:
 
     numba itself looks at the file of the kernel it is asked for, not at those of the kernels that one calls.
     """
-    sources = [*folder.glob("**/kernels.py"), *folder.glob("native/*.py"), folder / "normalizer.py"]
+    sources = [*folder.glob("**/kernels*.py"), *folder.glob("native/*.py"), folder / "normalizer.py"]
     changed = max(path.stat().st_mtime for path in sources)
     for path in folder.glob("**/__pycache__/*.nb[ic]"):
         with contextlib.suppress(OSError):  # gone already, or not ours to delete
@@ -57,6 +57,12 @@ def kernel(f: Callable) -> Callable[..., Any]:
     return numba.njit(**OPTIONS)(inspect.unwrap(f))  # without what checks types under test
 
 
+def called_kernel(f: Callable) -> Callable[..., Any]:
+    """A kernel that stays a function of its own: large, and worth a call."""
+    options: dict[str, Any] = {**OPTIONS, "forceinline": False}
+    return numba.njit(**options)(inspect.unwrap(f))
+
+
 def primitive(f: Callable) -> Callable[..., Any]:
     """An operation that is a few instructions of LLVM; called without its first argument."""
     return intrinsic(inspect.unwrap(f))
@@ -68,7 +74,7 @@ class Vector(types.Type):
         super().__init__(f"Vector({dtype})")
 
 
-def _ir(dtype: types.Float) -> ir.VectorType:
+def ir_type(dtype: types.Float) -> ir.VectorType:
     element = ir.FloatType() if dtype.bitwidth == 32 else ir.DoubleType()
     return ir.VectorType(element, 8 * BYTES // dtype.bitwidth)
 
@@ -76,7 +82,7 @@ def _ir(dtype: types.Float) -> ir.VectorType:
 @register_model(Vector)
 class _Model(models.PrimitiveModel):
     def __init__(self, manager, vector: Vector):
-        super().__init__(manager, vector, _ir(vector.dtype))
+        super().__init__(manager, vector, ir_type(vector.dtype))
 
 
 @primitive
@@ -85,7 +91,7 @@ def load(typing_context, address, kind):
     vector = Vector(kind)
 
     def generate(context, builder, signature, arguments):
-        place = builder.inttoptr(arguments[0], _ir(kind).as_pointer())
+        place = builder.inttoptr(arguments[0], ir_type(kind).as_pointer())
         return builder.load(place, align=kind.bitwidth // 8)
 
     return vector(types.intp, kind), generate
@@ -94,7 +100,7 @@ def load(typing_context, address, kind):
 @primitive
 def store(typing_context, address, vector):
     def generate(context, builder, signature, arguments):
-        place = builder.inttoptr(arguments[0], _ir(vector.dtype).as_pointer())
+        place = builder.inttoptr(arguments[0], ir_type(vector.dtype).as_pointer())
         builder.store(arguments[1], place, align=vector.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
@@ -142,11 +148,7 @@ def splat(typing_context, number):
     """The number in every place."""
 
     def generate(context, builder, signature, arguments):
-        vector = _ir(signature.return_type.dtype)
-        nothing = ir.Constant(vector, ir.Undefined)
-        one = builder.insert_element(nothing, arguments[0], ir.Constant(ir.IntType(32), 0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
-        return builder.shuffle_vector(one, nothing, zeros)
+        return splat_ir(builder, ir_type(signature.return_type.dtype), arguments[0])
 
     return Vector(number)(number), generate
 
@@ -166,9 +168,7 @@ def fma(typing_context, x, y, z):
     """x * y + z, rounded once."""
 
     def generate(context, builder, signature, arguments):
-        vector = _ir(signature.return_type.dtype)
-        f = ir.FunctionType(vector, [vector] * 3)
-        return builder.call(cgutils.get_or_insert_function(builder.module, f, f"llvm.fma.{_suffix(vector)}"), arguments)
+        return builder.call(fma_ir(builder, ir_type(signature.return_type.dtype)), arguments)
 
     return x(x, y, z), generate
 
@@ -182,7 +182,7 @@ def exp(typing_context, x):
     """
 
     def generate(context, builder, signature, arguments):
-        vector = _ir(x.dtype)
+        vector = ir_type(x.dtype)
         single = isinstance(vector.element, ir.FloatType)
         least, most, degree, mantissa, bias = (-87.0, 88.0, 7, 23, 127) if single else (-708.0, 709.0, 13, 52, 1023)
         # log(2) in two parts, of which the first has so few bits that its products with n are exact
@@ -219,11 +219,95 @@ def over(typing_context, x, y):
 
 
 @primitive
+def between(typing_context, x, first, stop, other):
+    """x in the places first <= place < stop, the other vector elsewhere."""
+
+    def generate(context, builder, signature, arguments):
+        vector = ir_type(x.dtype)
+        whole = ir.VectorType(ir.IntType(32), vector.count)
+        places = ir.Constant(whole, list(range(vector.count)))
+        low, high = (splat_ir(builder, whole, builder.trunc(edge, whole.element)) for edge in arguments[1:3])
+        inside = builder.and_(builder.icmp_signed(">=", places, low), builder.icmp_signed("<", places, high))
+        return builder.select(inside, arguments[0], arguments[3])
+
+    return x(x, types.intp, types.intp, x), generate
+
+
+@primitive
+def larger(typing_context, x, y):
+    """Place by place; y where x is not a number."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return x(x, y), generate
+
+
+@primitive
+def equal(typing_context, x, y):
+    """1 in the places where they are equal, 0 elsewhere."""
+
+    def generate(context, builder, signature, arguments):
+        vector = ir_type(x.dtype)
+        same = builder.fcmp_ordered("==", *arguments)
+        return builder.select(same, *(ir.Constant(vector, [value] * vector.count) for value in (1.0, 0.0)))
+
+    return x(x, y), generate
+
+
+@primitive
+def largest(typing_context, x):
+    """The largest element."""
+
+    def generate(context, builder, signature, arguments):
+        vector = ir_type(x.dtype)
+        f = ir.FunctionType(vector.element, [vector])
+        name = f"llvm.vector.reduce.fmax.{_suffix(vector)}"
+        return builder.call(cgutils.get_or_insert_function(builder.module, f, name), arguments)
+
+    return x.dtype(x), generate
+
+
+@primitive
+def transpose(typing_context, to, by_to, source, by_source, kind):
+    """As many rows of one vector as a vector has places, columns for rows."""
+
+    def generate(context, builder, signature, arguments):
+        to, by_to, source, by_source, _ = arguments
+        vector = ir_type(kind)
+        n, align = vector.count, kind.bitwidth // 8
+
+        def place(start, step, i):
+            address = builder.add(start, builder.mul(step, ir.Constant(step.type, i)))
+            return builder.inttoptr(address, vector.as_pointer())
+
+        rows = [builder.load(place(source, by_source, i), align=align) for i in range(n)]
+        half = n // 2
+        while half:  # exchange the off-diagonal quarters of every square of 2 half rows
+            upper = [c if not c & half else n + c - half for c in range(n)]
+            lower = [c + half if not c & half else n + c for c in range(n)]
+            for i in range(n):
+                if not i & half:
+                    x, y = rows[i], rows[i + half]
+                    rows[i], rows[i + half] = (
+                        builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), n), order))
+                        for order in (upper, lower)
+                    )
+            half //= 2
+        for i, row in enumerate(rows):
+            builder.store(row, place(to, by_to, i), align=align)
+        return context.get_dummy_value()
+
+    word = types.intp
+    return types.void(word, word, word, word, kind), generate
+
+
+@primitive
 def total(typing_context, x):
     """The sum of the elements, in no particular order."""
 
     def generate(context, builder, signature, arguments):
-        vector = _ir(signature.args[0].dtype)
+        vector = ir_type(signature.args[0].dtype)
         f = ir.FunctionType(vector.element, [vector.element, vector])
         name = f"llvm.vector.reduce.fadd.{_suffix(vector)}"
         start = ir.Constant(vector.element, 0.0)
@@ -231,6 +315,18 @@ def total(typing_context, x):
         return builder.call(reduce, [start, arguments[0]], fastmath=("reassoc",))
 
     return x.dtype(x), generate
+
+
+def splat_ir(builder: ir.IRBuilder, vector: ir.VectorType, number: ir.Value) -> ir.Value:
+    nothing = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(nothing, number, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+    return builder.shuffle_vector(one, nothing, zeros)
+
+
+def fma_ir(builder: ir.IRBuilder, vector: ir.VectorType) -> ir.Function:
+    kind = ir.FunctionType(vector, [vector] * 3)
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.{_suffix(vector)}")
 
 
 def _suffix(vector: ir.VectorType) -> str:

@@ -1,0 +1,208 @@
+"""Compiled hybrid attention as functions of tensors: where results go, and what stands in for what is not there."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attngap.ops import native, pages
+from attngap.ops.hybrid.blocks import Near
+from attngap.ops.hybrid.state import Tokens
+from attngap.ops.native.scratch import Scratch, lay_out
+from attngap.ops.native.tensors import as_rows, row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What does not change along a sequence."""
+
+    window: int
+    sinks: int
+    scale: float
+    relative: bool
+    far: bool
+
+    def options(self, x: Tensor, given: bool) -> Any:
+        from attngap.ops.hybrid import kernels
+
+        n = native.VECTOR // x.element_size()
+        return kernels.Options(
+            self.window,
+            self.sinks,
+            sink_tiles=-(-self.sinks // n),
+            band=-(-(self.window - 1) // n) + 1,
+            scale=self.scale,
+            relative=self.relative,
+            far=self.far,
+            given=given,
+        )
+
+
+def forward(inputs, past, S, z, tokens: Tokens, setting: Setting, near: Near | None, stats: list[Tensor]):
+    """out, S and z after the piece; inputs are q, k, v, fq, fk, gain, past is k, v, fk of the state.
+
+    `stats`, three tensors (b, h, t), are filled with the unit, the normalizer and the coefficient of each row.
+    """
+    from attngap.ops.hybrid import kernels
+
+    q, _, v = inputs[:3]
+    out = pages.empty((*q.shape[:3], v.shape[3]), v.dtype, v.device)
+    if tokens.padded:
+        out.zero_()
+    after_S, after_z = torch.empty_like(S), torch.empty_like(z)
+    x, held = _inputs(inputs, past, S, z, tokens)
+    unused = q.new_empty(()).expand(*q.shape[:3], 1)
+    given = (unused,) * 3 if near is None else (near.out, near.top[..., None], near.log_mass[..., None])
+    options, scratch = setting.options(q, near is not None), forward_room(inputs, setting)
+    stats = [x[..., None] for x in stats] or [unused] * 3
+    arguments = (
+        x,
+        options,
+        kernels.Near(*as_rows(*given)),
+        kernels.Results(*as_rows(out, after_S, after_z[..., None])),
+        kernels.Stats(*as_rows(*stats)),
+        scratch.room,
+    )
+    lanes = S.shape[0] * S.shape[1]
+    native.run(kernels.forward, arguments, q.dtype, lanes, _work(inputs, setting), scratch)
+    del held
+    return out, after_S, after_z
+
+
+class HybridCompiled(torch.autograd.Function):
+    """(q, k, v, fq, fk, gain, state k, v, fk, S, z, tokens, setting, near) -> out, S, z."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        sources, (tokens, setting, near) = arguments[:11], arguments[11:]
+        inputs, past, (S, z) = sources[:6], sources[6:9], sources[9:]
+        q = inputs[0]
+        stats = [torch.empty(q.shape[:3], dtype=q.dtype) for _ in range(3)] if any(ctx.needs_input_grad) else []
+        out, after_S, after_z = forward(inputs, past, S, z, tokens, setting, near, stats)
+        ctx.save_for_backward(*sources, out, *stats)
+        ctx.options = tokens, setting
+        return out, after_S, after_z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *above):
+        *sources, out, unit, norm, coefficient = ctx.saved_tensors
+        tokens, setting = ctx.options
+        wanted = ctx.needs_input_grad[:11]
+        near = any(wanted[i] for i in (0, 1, 2, 6, 7))
+        results = out, unit, norm, coefficient
+        found = backward(sources[:6], sources[6:9], *sources[9:], tokens, setting, results, above, near=near)
+        return (*(x if want else None for x, want in zip(found, wanted, strict=True)), None, None, None)
+
+
+def _inputs(inputs, past, S, z, tokens: Tokens) -> tuple[Any, Any]:
+    """And what must live as long as their addresses are used."""
+    from attngap.ops.hybrid import kernels
+
+    q, k, v, fq, fk, gain = inputs
+    held = (gain[..., None], z[..., None])
+    rows = as_rows(q, k, v, fq, fk, held[0], *past, S, held[1])
+    return kernels.Inputs(*rows, *(x.data_ptr() for x in (tokens.seen, tokens.lengths, tokens.index))), held
+
+
+def forward_room(inputs, setting: Setting) -> Scratch:
+    from attngap.ops.hybrid import kernels
+
+    q, _, v, fq = inputs[:4]
+    n = native.VECTOR // q.element_size()
+    kp, vp, fp = row_bytes(q), row_bytes(v), row_bytes(fq)
+    options = setting.options(q, False)
+    columns = options.sink_tiles + options.band
+    sizes = {
+        "keys_t": kp // q.element_size() * columns * native.VECTOR,
+        "values": (columns * n + fp // q.element_size()) * vp,
+        "weights": n * (columns * native.VECTOR + fp),
+        "queries": n * kp,
+        "fq": n * fp,
+        "fk": 2 * n * fp,
+        "fk_t": fp // q.element_size() * 2 * native.VECTOR,
+        "scores": n * 2 * native.VECTOR,
+        "rows": n * vp,
+        "z": fp,
+        "tile": n * kp,
+    }
+    return lay_out(kernels.Room, sizes)
+
+
+def backward(inputs, past, S, z, tokens: Tokens, setting: Setting, results, above, *, near: bool) -> list[Tensor]:
+    """The gradients of q, k, v, fq, fk, gain, of k, v, fk of the state, of S and of z.
+
+    `results` are out and the three statistics of `forward`, `above` the gradients of out, S and z. Without `near`,
+    those of queries, keys and values are left out: fitting features does not need them.
+    """
+    from attngap.ops.hybrid import kernels_backward as kernels
+
+    q, k, v, fq, fk, gain = inputs
+    unused = [q.new_empty(()).expand(x.shape) for x in (q, k, v, past[0], past[1])]
+    dq, dk, dv, dpk, dpv = (torch.zeros_like(x) for x in (q, k, v, *past[:2])) if near else unused
+    dfq, dfk, dpfk, dS, dz = (torch.zeros_like(x) for x in (fq, fk, past[2], S, z))
+    d_gain = torch.zeros(gain.shape, dtype=gain.dtype)
+    x, held = _inputs(inputs, past, S, z, tokens)
+    out, *stats = results
+    d_out, d_after_S, d_after_z = above
+    given = [out, *(x[..., None] for x in stats), d_out, d_after_S, d_after_z[..., None]]
+    found = [dq, dk, dv, dfq, dfk, d_gain[..., None], dpk, dpv, dpfk, dS, dz[..., None]]
+    scratch = backward_room(inputs, setting)
+    arguments = (
+        x,
+        setting.options(q, not near),
+        kernels.Above(*as_rows(*given)),
+        kernels.Grads(*as_rows(*found)),
+        scratch.room,
+    )
+    native.run(kernels.backward, arguments, q.dtype, S.shape[0] * S.shape[1], 3 * _work(inputs, setting), scratch)
+    del held
+    return [dq, dk, dv, dfq, dfk, d_gain, dpk, dpv, dpfk, dS, dz]
+
+
+def backward_room(inputs, setting: Setting) -> Scratch:
+    from attngap.ops.hybrid import kernels_backward as kernels
+
+    q, _, v, fq = inputs[:4]
+    size, n = q.element_size(), native.VECTOR // q.element_size()
+    kp, vp, fp = row_bytes(q), row_bytes(v), row_bytes(fq)
+    options = setting.options(q, False)
+    columns = options.sink_tiles + options.band
+    wp = columns * native.VECTOR
+    sizes = {
+        "keys": columns * n * kp,
+        "values": columns * n * vp,
+        "d_keys": columns * n * kp,
+        "d_values": columns * n * vp,
+        "keys_t": kp // size * wp,
+        "values_t": vp // size * wp,
+        "weights": n * wp,
+        "d_weights": n * wp,
+        "queries": n * kp,
+        "fq": n * fp,
+        "grads": n * vp,
+        "fk": 2 * n * fp,
+        "fk_t": fp // size * 2 * native.VECTOR,
+        "d_fk": 2 * n * fp,
+        "scores": n * 2 * native.VECTOR,
+        "d_scores": n * 2 * native.VECTOR,
+        "rows": max(n * kp, n * vp, n * fp, wp),
+        "S_t": vp // size * fp,
+        "z": fp,
+        "dS": fp // size * vp,
+        "dS_t": vp // size * fp,
+        "dz": fp,
+        "mean": n * size,
+        "coefficient": n * size,
+        "unit": n * size,
+    }
+    return lay_out(kernels.Room, sizes)
+
+
+def _work(inputs, setting: Setting) -> int:
+    """Multiplications, about."""
+    q, _, v, fq = inputs[:4]
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    return rows * ((q.shape[3] + v.shape[3]) * (setting.window + setting.sinks) + 2 * fq.shape[3] * v.shape[3])

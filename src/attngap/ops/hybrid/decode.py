@@ -1,0 +1,105 @@
+"""One token of all heads of a layer: hybrid heads by their state, kept heads by exact attention over their cache."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attngap.ops import native
+from attngap.ops.hybrid.state import State, step
+from attngap.ops.native.scratch import lay_out
+from attngap.ops.native.tensors import as_rows, lane_count, row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptHeads:
+    """Heads that read all keys instead of a state, and the cache of their keys, the new token included."""
+
+    place: Tensor  # (h,) int64: where in the cache the keys of a head are, -1 for heads that are not kept
+    keys: Tensor  # (b, groups, n, d)
+    values: Tensor
+    allowed: Tensor | None = None  # (b, n) bool: which of them may be read; None is all
+
+
+@torch.no_grad()
+def decode_step(
+    state: State,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fq: Tensor,
+    fk: Tensor,
+    gain: Tensor,
+    *,
+    window: int,
+    sinks: int,
+    scale: float,
+    relative: bool,
+    real: Tensor | None = None,
+    kept: KeptHeads | None = None,
+) -> Tensor:
+    """(b, h, 1, dv), and the state is overwritten. All tensors are (b, heads, 1, .) but `gain`, (b, h, 1).
+
+    `real` (b,) is False for sequences whose token is padding: their state stays, and their rows are zero. Sequences may
+    differ in how much they have seen. One compiled call where kernels can be used, torch elsewhere.
+    """
+    if kept is None:
+        kept = KeptHeads(torch.full((q.shape[1],), -1, device=q.device), k[:, :1], v[:, :1])
+    options = {"window": window, "sinks": sinks, "scale": scale, "relative": relative}
+    for name, x in state.items():
+        state[name] = x.contiguous()  # what is expanded would be written more than once
+    rings = (state["k"], state["v"], state["fk"], state["z"])
+    if native.usable(q, k, v, fq, fk, gain, kept.keys, kept.values, *rings, state=state["S"]):
+        out = _compiled(state, (q, k, v, fq, fk, gain), real, kept, **options)
+        state["count"] += 1 if real is None else real
+        return out
+    return _torch(state, (q, k, v, fq, fk, gain), real, kept, options)
+
+
+def _compiled(state: State, inputs, real, kept: KeptHeads, *, window, sinks, scale, relative) -> Tensor:
+    from attngap.ops.hybrid import kernels_decode as kernels
+
+    q, k, v, fq, _, gain = inputs
+    b, h, n = q.shape[0], q.shape[1], kept.keys.shape[2]
+    out = q.new_empty(b, h, 1, v.shape[3])
+    flags = torch.ones(b, dtype=torch.bool) if real is None else real.contiguous()
+    allowed = torch.ones((), dtype=torch.bool).expand(b, n) if kept.allowed is None else kept.allowed
+    gains, sums, seen, place = gain[..., None], state["z"][..., None], state["count"].contiguous(), kept.place
+    allowed = allowed[:, None, :, None]
+    widest, size = max(row_bytes(x) for x in (q, v, fq)), q.element_size()
+    longest = max(sinks + window, n)
+    fields = {"query": widest, "fq": widest, "row": widest, "result": widest, "weights": longest * size + native.VECTOR}
+    scratch = lay_out(kernels.Room, fields)
+    *tensors, to = as_rows(*inputs[:5], gains, out)
+    held = as_rows(state["k"], state["v"], state["fk"], state["S"], sums)
+    arguments = (
+        kernels.Token(*tensors, flags.data_ptr(), to),
+        kernels.State(*held, seen.data_ptr()),
+        kernels.Kept(*as_rows(kept.keys, kept.values, allowed), place.data_ptr()),
+        kernels.Options(window, sinks, scale, relative),
+        scratch.room,
+    )
+    native.run(kernels.decode, arguments, q.dtype, lane_count(k), h * longest * q.shape[3], scratch)
+    return out
+
+
+def _torch(state: State, inputs, real: Tensor | None, kept: KeptHeads, options: dict) -> Tensor:
+    rows = torch.arange(len(inputs[0])) if real is None else real.nonzero()[:, 0]
+    q, v = inputs[0], inputs[2]
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    if real is None:
+        out = step(state, *inputs, **options)
+    elif len(rows):
+        part = {name: x[rows] for name, x in state.items()}
+        out[rows] = step(part, *(x[rows] for x in inputs), **options)
+        for name, x in part.items():
+            state[name][rows] = x
+    heads = (kept.place >= 0).nonzero()[:, 0]
+    if len(heads):
+        keys, values = (x[:, kept.place[heads]] for x in (kept.keys, kept.values))
+        mask = None if kept.allowed is None else kept.allowed[:, None, None]
+        exact = F.scaled_dot_product_attention(q[:, heads], keys, values, attn_mask=mask, scale=options["scale"])
+        exact = exact if real is None else exact.masked_fill(~real[:, None, None, None], 0.0)
+        out = out.index_copy(1, heads, exact.to(out.dtype))
+    return out

@@ -1,0 +1,52 @@
+"""Scratch memory of a kernel: named fields with sizes, and what guards them where kernels are debugged."""
+
+import ctypes
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from attngap.errors import AttngapError
+from attngap.ops.native import PANEL
+
+CANARY = 0xA5  # a byte that no kernel writes by chance
+
+
+def debugging() -> bool:
+    """`ATTNGAP_DEBUG_KERNELS=1`: canaries around scratch fields and results, checked after every call."""
+    return os.environ.get("ATTNGAP_DEBUG_KERNELS") == "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Where the fields begin, from the start of the memory, and the bytes between them that nobody may write."""
+
+    room: Any  # a NamedTuple of offsets, as the kernel knows it
+    bytes: int
+    guards: tuple[int, ...] = ()  # offsets of PANEL bytes each
+
+    def guard(self, addresses: list[int]) -> None:
+        for address in addresses:
+            for offset in self.guards:
+                ctypes.memset(address + offset, CANARY, PANEL)
+
+    def check(self, addresses: list[int]) -> None:
+        """Refuse what a kernel computed that wrote between its fields."""
+        for address in addresses:
+            for offset in self.guards:
+                if ctypes.string_at(address + offset, PANEL) != bytes([CANARY]) * PANEL:
+                    raise AttngapError(
+                        f"a compiled kernel wrote outside its scratch memory, at byte {offset}: {self.room}"
+                    )
+
+
+def lay_out(kind: Any, sizes: Mapping[str, int]) -> Scratch:
+    """The fields of `kind` one after the other: a NamedTuple of offsets, then `end`, then `guard`; sizes in bytes."""
+    guard = PANEL if debugging() else 0
+    offsets, guards, end = [], [], guard
+    for name in kind._fields[:-2]:
+        offsets.append(end)
+        end += -(-sizes[name] // PANEL) * PANEL
+        guards.append(end)
+        end += guard
+    return Scratch(kind(*offsets, end, guard), end, (0, *guards) if guard else ())
