@@ -7,7 +7,7 @@ from attngap.benchmark import peers
 from attngap.benchmark.cases import OURS, cases
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.op)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.op}, {case.form}")
 def test_peers_agree_with_ours(case):
     inputs = case.inputs(2, 300, 16)
     ours = case.implementations[OURS](*inputs)

@@ -16,7 +16,7 @@ def one_turn(monkeypatch):
 def test_every_record_is_complete(monkeypatch):
     monkeypatch.setattr(peers, "missing", lambda name: "gone" if name == "fast-transformers" else None)
     parts = list(compare((32,), heads=2, width=8))
-    assert len(parts) == steps((32,)) == 6
+    assert len(parts) == steps((32,)) == 8
     records = [record for _, found in parts for record in found]
     assert {r["op"] for r in records} == {"linear", "delta", "hybrid"}
     for record in records:

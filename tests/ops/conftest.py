@@ -1,8 +1,11 @@
 import contextlib
+import os
 
 import pytest
 
 from attngap.ops import native
+
+os.environ.setdefault("ATTNGAP_DEBUG_KERNELS", "1")  # canaries around results and scratch memory
 
 
 @pytest.fixture(params=["native", "torch"], scope="module")

@@ -25,10 +25,7 @@ class Case:
     implementations: dict[str, Implementation]
 
 
-def cases(window: int = 64) -> tuple[Case, ...]:
-    def hybrid(q: Tensor, k: Tensor, v: Tensor, fq: Tensor, fk: Tensor) -> Tensor:
-        return ops.hybrid_attention(q, k, v, fq, fk, window=window)[0]
-
+def cases(windows: tuple[int, ...] = (64, 256)) -> tuple[Case, ...]:
     return (
         Case(
             "linear",
@@ -51,13 +48,16 @@ def cases(window: int = 64) -> tuple[Case, ...]:
                 "transformers": peers.transformers_gated_delta,
             },
         ),
-        Case(
-            "hybrid",
-            f"window {window}, 4 sinks",
-            _with_features,
-            {OURS: hybrid, "sdpa": lambda q, k, v, fq, fk: peers.sdpa(q, k, v)},
-        ),
+        *(_hybrid(window) for window in windows),
     )
+
+
+def _hybrid(window: int) -> Case:
+    def ours(q: Tensor, k: Tensor, v: Tensor, fq: Tensor, fk: Tensor) -> Tensor:
+        return ops.hybrid_attention(q, k, v, fq, fk, window=window)[0]
+
+    others = {"sdpa": lambda q, k, v, fq, fk: peers.sdpa(q, k, v)}
+    return Case("hybrid", f"window {window}, 4 sinks", _with_features, {OURS: ours, **others})
 
 
 def _positive(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
@@ -72,5 +72,6 @@ def _gated(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
 
 
 def _with_features(heads: int, t: int, width: int) -> tuple[Tensor, ...]:
+    """Twice as many features as channels, as conversions have."""
     q, k, v = torch.randn(3, 1, heads, t, width)
-    return q, k, v, torch.rand(1, heads, t, width), torch.rand(1, heads, t, width)
+    return q, k, v, torch.rand(1, heads, t, 2 * width), torch.rand(1, heads, t, 2 * width)

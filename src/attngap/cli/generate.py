@@ -9,6 +9,8 @@ import typer
 from attngap.cli.chat import check_sampling, say, talk
 from attngap.errors import AttngapError
 
+PREFILL = 2048  # tokens of a prompt read at a time: beyond the cache, memory does not grow with the prompt
+
 
 def generate(
     model: Annotated[str, typer.Argument(help="A folder written by `attngap linearize`, or any model by its name.")],
@@ -74,6 +76,7 @@ def write(
         max_new_tokens=tokens,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if show else None,
         past_key_values=cache,
+        prefill_chunk_size=PREFILL,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **sampling,
     )

@@ -19,12 +19,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from attngap.errors import AttngapError
-from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.base import Mechanism, Streams
 from attngap.mechanisms.rotary import Angles
+from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.angles import angles_of, note_angles
-from attngap.models.cache import cache_of, install
+from attngap.models.cache import MixedLayer, cache_of, install
 from attngap.models.capture import Call, attention_configs, capture
 from attngap.models.masks import readable
+from attngap.ops.hybrid import KeptHeads
 
 NAME = "attngap"
 CHILD = "attngap"
@@ -51,6 +53,7 @@ class MixedHeads(nn.Module):
 
     keep: Tensor  # heads
     groups: Tensor  # key heads that some kept head reads
+    place: Tensor  # where among these each head's keys are, -1 for heads that are not kept
 
     def __init__(self, layer: int, mechanism: Mechanism, keep: Iterable[int]):
         super().__init__()
@@ -62,6 +65,8 @@ class MixedHeads(nn.Module):
         self.mechanism = mechanism
         self.register_buffer("keep", torch.tensor(heads, dtype=torch.long), persistent=False)
         self.register_buffer("groups", torch.tensor(groups, dtype=torch.long), persistent=False)
+        place = [groups.index(head // group) if head in heads else -1 for head in range(mechanism.heads)]
+        self.register_buffer("place", torch.tensor(place, dtype=torch.long), persistent=False)
 
     def forward(
         self,
@@ -79,6 +84,10 @@ class MixedHeads(nn.Module):
             state, out = self.mechanism(None, q, k, v, mask=real, rotary=rotary)
         else:
             streams = self.mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
+            if self._decodes(q, scale):
+                out = self._decode(streams, cache, mask)
+                cache.advance(cache.state, real, 1)
+                return out
             state, out = self.mechanism.advance(streams, cache.state)
         if cache is not None:
             cache.advance(state, real, q.shape[2])
@@ -98,6 +107,19 @@ class MixedHeads(nn.Module):
             ]
             out = out.index_copy(1, self.keep, torch.cat(exact, 1).to(out.dtype))
         return out
+
+    def _decodes(self, q: Tensor, scale: float | None) -> bool:
+        """Whether one call serves all heads: one new token, of hybrid heads and kept ones."""
+        mechanism = self.mechanism
+        if not isinstance(mechanism, Hybrid) or q.shape[2] > 1 or not len(self.keep) or torch.is_grad_enabled():
+            return False
+        return (q.shape[3] ** -0.5 if scale is None else scale) == mechanism.scale
+
+    def _decode(self, streams: Streams, cache: MixedLayer, mask: Tensor | None) -> Tensor:
+        assert isinstance(self.mechanism, Hybrid)
+        assert cache.state is not None
+        allowed = None if mask is None else readable(mask)[:, 0, 0]
+        return self.mechanism.decode(streams, cache.state, KeptHeads(self.place, cache.keys, cache.values, allowed))
 
 
 def real_tokens(mask: Tensor | None, length: int, *, causal: bool) -> Bool[Tensor, "b t"] | None:

@@ -12,7 +12,7 @@ from attngap.mechanisms.base import Mechanism, State, Streams, positions, read_o
 from attngap.mechanisms.feature_maps import feature_map as make_map
 from attngap.mechanisms.rotary import Angles, layout
 from attngap.ops.check import check_count
-from attngap.ops.hybrid import Near, empty_state, hybrid_attention, near_attention
+from attngap.ops.hybrid import KeptHeads, Near, decode_step, empty_state, hybrid_attention, near_attention
 from attngap.ops.hybrid.definition import hybrid_weights
 from attngap.ops.hybrid.state import roll_up
 from attngap.ops.normalizer import safe_normalizer
@@ -165,6 +165,22 @@ class Hybrid(Mechanism):
 
     def advance(self, streams, state):
         return self.chunked(streams, state, inplace=not torch.is_grad_enabled())
+
+    def decode(self, streams: Streams, state: State, kept: KeptHeads) -> Float[Tensor, "b h 1 dv"]:
+        """One token of all heads, those that are kept exact by their cache; the state is overwritten."""
+        fq, fk = _far(streams)
+        dtype = state["S"].dtype
+        gain = streams.q.new_zeros(streams.q.shape[:3]) if streams.log_gain is None else streams.log_gain
+        return decode_step(
+            state,
+            *(streams.q, streams.k, streams.v, fq, fk, gain.to(dtype)),
+            window=self.window,
+            sinks=self.sinks,
+            scale=self.scale,
+            relative=self.relative,
+            real=None if streams.mask is None else streams.mask[:, 0],
+            kept=kept,
+        )
 
     def near(
         self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"]

@@ -10,6 +10,7 @@ from attngap.errors import AttngapError
 from attngap.ops import native
 from attngap.ops.check import shape
 from attngap.ops.convolution import compiled
+from attngap.ops.native.tensors import plain_grads
 from attngap.ops.uncompiled import uncompiled
 
 
@@ -46,4 +47,5 @@ class _Native(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         x, taps = ctx.saved_tensors
+        grads = plain_grads(*grads)
         return compiled.backward(x, taps, grads[0].contiguous())

@@ -22,6 +22,7 @@ from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
 from attngap.ops.delta import compiled
 from attngap.ops.groups import ChunkView, Span, spans
 from attngap.ops.linear.chunks import Setting
+from attngap.ops.native.tensors import plain_grads
 
 
 class DeltaChunks(torch.autograd.Function):
@@ -55,6 +56,7 @@ class DeltaChunks(torch.autograd.Function):
         q, k, v, beta, log_decay, S, mask, u = ctx.saved_tensors
         if u is not None:
             wanted = ctx.needs_input_grad[4]
+            d_out, dS = plain_grads(d_out, dS)
             return *compiled.backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted), None, None
         run = Run(q, k, v, beta, log_decay, mask, ctx.setting)
         grads = Grads(run, q, k, v, beta, log_decay, d_out)

@@ -8,7 +8,7 @@ from attngap.ops.native.tensors import as_rows, decay_grad, lane_count, mask_row
 
 
 def forward(q, k, v, beta, log_decay, S, mask, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, S after the last token, and u (see `native.delta`) if the backward is to have it."""
+    """out, S after the last token, and u (see `kernels`) if the backward is to have it."""
     from attngap.ops.delta import kernels
 
     out, after_S = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device), torch.empty_like(S)
@@ -16,14 +16,9 @@ def forward(q, k, v, beta, log_decay, S, mask, keep: bool) -> tuple[Tensor, Tens
     real = mask_rows(q, mask)
     x = kernels.Inputs(*as_rows(q, k, v, beta, S, real))
     to = kernels.Results(*as_rows(out, after_S))
-    native.run(
-        kernels.forward,
-        (x, *as_rows(log_decay, u), to),
-        q.dtype,
-        lane_count(q),
-        2 * update_count(q, v),
-        state_scratch(q, v, kernels.BUFFERS),
-    )
+    scratch = state_scratch(kernels.Room, q, v)
+    arguments = (x, *as_rows(log_decay, u), to, scratch.room)
+    native.run(kernels.forward, arguments, q.dtype, lane_count(q), 2 * update_count(q, v), scratch)
     return out, after_S, u
 
 
@@ -36,12 +31,7 @@ def backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted: bool) -> t
     real = mask_rows(q, mask)
     x = kernels.Inputs(*as_rows(q, k, v, beta, S, real))
     above, to = kernels.Results(*as_rows(d_out, dS)), kernels.Grads(*as_rows(*results))
-    native.run(
-        kernels.backward,
-        (x, *as_rows(log_decay, u), above, to),
-        q.dtype,
-        lane_count(q),
-        6 * update_count(q, v),
-        state_scratch(q, v, kernels.BUFFERS),
-    )
+    scratch = state_scratch(kernels.Room, q, v)
+    arguments = (x, *as_rows(log_decay, u), above, to, scratch.room)
+    native.run(kernels.backward, arguments, q.dtype, lane_count(q), 6 * update_count(q, v), scratch)
     return *found, results[4] if wanted else None, results[5]

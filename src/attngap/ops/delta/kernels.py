@@ -12,8 +12,8 @@ A decay scales whatever crosses it, so d log g_i is the sum of q_j * dq_j - k_j 
 channel by channel, plus what the last state carries out. u_i is kept by the forward pass; d_i and D_i u_i wait for
 the second pass of the backward in the rows of dv and dk.
 
-`gate` is log g as (b, ., t, 1 or r), or None. `scratch` is the address of zeros: `BUFFERS` pairs of buffers, then two
-states.
+`gate` is log g as (b, ., t, 1 or r), or None. `scratch` is the address of scratch memory with the fields of `Room`,
+which is cleared for every lane.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from attngap.ops.linear.kernels import carried_out, is_real, store_gate
 from attngap.ops.native.memory import (
     add,
     clear,
+    clear_fields,
     dot,
     load_gate,
     load_row,
@@ -37,8 +38,6 @@ from attngap.ops.native.memory import (
 )
 from attngap.ops.native.tensors import Rows
 from attngap.ops.native.vectors import get, kernel, number, put, size_of
-
-BUFFERS = 12
 
 
 class Inputs(NamedTuple):
@@ -66,22 +65,44 @@ class Grads(NamedTuple):
     S: Rows
 
 
+class Room(NamedTuple):
+    """Offsets in scratch memory: pairs of buffers, one for each of two tokens, then the state, and its transpose."""
+
+    queries: int
+    keys: int
+    us: int
+    rows: int  # of the output, or what nobody reads
+    asked: int
+    found: int
+    gates: int
+    written: int
+    values: int
+    read: int
+    crossing: int
+    row: int
+    state: int
+    transposed: int
+    end: int
+    guard: int
+
+
 @kernel
-def forward(x, gate, kept, to, zero, scratch, first, last):
+def forward(x, gate, kept, to, room, zero, scratch, first, last):
     """Lanes first <= b * h < last; u goes to `kept`, (b, h, t, dv), unless it is None."""
     h, t, one, size = x.q.heads, x.q.length, number(1, zero), size_of(zero)
     pitch, width = padded(max(x.q.width, x.v.width), size), padded(x.v.width, size)
-    queries, keys, us, rows = scratch, scratch + 2 * pitch, scratch + 4 * pitch, scratch + 6 * pitch
-    gates, state = None if gate is None else scratch + 12 * pitch, scratch + 2 * BUFFERS * pitch
+    queries, keys, us, rows = scratch + room.queries, scratch + room.keys, scratch + room.us, scratch + room.rows
+    gates, state = None if gate is None else scratch + room.gates, scratch + room.state
     for lane in range(first, last):
         b, head = lane // h, lane % h
         held = head * x.S.heads // h
+        clear_fields(scratch, room, zero)
         load_state(state, x.S, b, held, False, zero)
         for i in range(0, t, 2):
             for s in range(2):
                 at = min(i + s, t - 1)
                 load_row(queries + s * pitch, x.q, b, head, at, at == i + s and is_real(x.mask, b, at), zero)
-            correct(state, x, gate, b, head, i, pitch, zero, scratch)
+            correct(state, x, gate, b, head, i, pitch, room, zero, scratch)
             update_and_read(state, x.q.width, width, keys, us, queries, rows, gates, None, pitch, zero)
             for s in range(min(2, t - i)):
                 store_row(to.out, b, head, i + s, rows + s * pitch, one, True, zero)
@@ -92,11 +113,11 @@ def forward(x, gate, kept, to, zero, scratch, first, last):
 
 
 @kernel
-def correct(state, x, gate, b, head, i, pitch, zero, scratch):
-    """Keys, u and gates of tokens i and i + 1 in buffers 1, 2 and 6, by way of buffers 4 and 5; the state stays."""
+def correct(state, x, gate, b, head, i, pitch, room, zero, scratch):
+    """Keys, u and gates of tokens i and i + 1, by way of `asked` and `found`; the state stays."""
     h, t, width = x.q.heads, x.k.length, padded(x.v.width, size_of(zero))
-    keys, us, asked, found = scratch + 2 * pitch, scratch + 4 * pitch, scratch + 8 * pitch, scratch + 10 * pitch
-    gates, kv = None if gate is None else scratch + 12 * pitch, head * x.k.heads // h
+    keys, us, asked, found = scratch + room.keys, scratch + room.us, scratch + room.asked, scratch + room.found
+    gates, kv = None if gate is None else scratch + room.gates, head * x.k.heads // h
     for s in range(2):
         at, here = min(i + s, t - 1), s * pitch
         real = at == i + s and is_real(x.mask, b, at)
@@ -125,23 +146,24 @@ def strength(x, b, head, i, zero):
 
 
 @kernel
-def backward(x, gate, u, above, to, zero, scratch, first, last):
+def backward(x, gate, u, above, to, room, zero, scratch, first, last):
     """Lanes first <= b * h < last; `above` holds the gradients of the results."""
     for lane in range(first, last):
         b, head = lane // x.q.heads, lane % x.q.heads
-        backward_in_time(x, gate, u, above, to, zero, scratch, b, head)
-        forward_in_time(x, gate, u, above, to, zero, scratch, b, head)
+        clear_fields(scratch, room, zero)
+        backward_in_time(x, gate, u, above, to, room, zero, scratch, b, head)
+        forward_in_time(x, gate, u, above, to, room, zero, scratch, b, head)
 
 
 @kernel
-def backward_in_time(x, gate, u, above, to, zero, scratch, b, head):
+def backward_in_time(x, gate, u, above, to, room, zero, scratch, b, head):
     """d in the rows of dv, D u in those of dk; the gradient of the first state. A token takes both turns of a pair."""
     t, one, size = x.q.length, number(1, zero), size_of(zero)
     pitch, wide, deep = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size), padded(x.v.width, size)
-    keys, unused, asked, found = scratch + 2 * pitch, scratch + 6 * pitch, scratch + 8 * pitch, scratch + 10 * pitch
-    written, values, read = scratch + 14 * pitch, scratch + 16 * pitch, scratch + 18 * pitch
-    gates, D = None if gate is None else scratch + 12 * pitch, scratch + 2 * BUFFERS * pitch
-    E = D + x.q.width * deep
+    keys, unused, asked, found = scratch + room.keys, scratch + room.rows, scratch + room.asked, scratch + room.found
+    written, values, read = scratch + room.written, scratch + room.values, scratch + room.read
+    gates = None if gate is None else scratch + room.gates
+    D, E = scratch + room.state, scratch + room.transposed
     load_state(D, above.S, b, head, False, zero)
     load_state(E, above.S, b, head, True, zero)
     clear(asked, 2 * pitch, zero)
@@ -173,18 +195,18 @@ def backward_in_time(x, gate, u, above, to, zero, scratch, b, head):
 
 
 @kernel
-def forward_in_time(x, gate, u, above, to, zero, scratch, b, head):
+def forward_in_time(x, gate, u, above, to, room, zero, scratch, b, head):
     """Everything else, with the transposed state. A token takes both turns of a pair: to read, to write and read."""
     t, size = x.q.length, size_of(zero)
     pitch, wide = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size)
     later, found, written, values = (
-        scratch + 6 * pitch,
-        scratch + 10 * pitch,
-        scratch + 14 * pitch,
-        scratch + 16 * pitch,
+        scratch + room.rows,
+        scratch + room.found,
+        scratch + room.written,
+        scratch + room.values,
     )
-    read, keys, gates = scratch + 18 * pitch, scratch + 17 * pitch, None if gate is None else scratch + 12 * pitch
-    transposed = scratch + 2 * BUFFERS * pitch
+    read, keys = scratch + room.read, values + pitch  # the values of the second update
+    gates, transposed = None if gate is None else scratch + room.gates, scratch + room.transposed
     load_state(transposed, x.S, b, head, True, zero)
     clear(written, 2 * pitch, zero)
     clear(values, 2 * pitch, zero)
@@ -193,14 +215,14 @@ def forward_in_time(x, gate, u, above, to, zero, scratch, b, head):
     for i in range(t):
         real = is_real(x.mask, b, i)
         load_row(written + pitch, u, b, head, i, real, zero)
-        load_row(keys, x.k, b, head, i, real, zero)  # the values of the second update
+        load_row(keys, x.k, b, head, i, real, zero)
         load_row(read, to.v, b, head, i, real, zero)
         load_row(read + pitch, above.out, b, head, i, real, zero)
         if gate is not None:
             load_gate(gates, gate, b, head, i, real, pitch, zero)
         # w, then dq
         update_and_read(transposed, x.v.width, wide, written, values, read, found, None, gates, pitch, zero)
-        finish(x, gate, to, keys, read, found, found + pitch, zero, scratch, b, head, i)
+        finish(x, gate, to, keys, read, found, found + pitch, room, zero, scratch, b, head, i)
     if gate is not None:
         clear(later, pitch, zero)
         carried_out(later, transposed, above.S, b, head, zero)
@@ -208,12 +230,12 @@ def forward_in_time(x, gate, u, above, to, zero, scratch, b, head):
 
 
 @kernel
-def finish(x, gate, to, key, d, w, dq, zero, scratch, b, head, i):
+def finish(x, gate, to, key, d, w, dq, room, zero, scratch, b, head, i):
     """The gradients of token i; the one of the gate becomes what the token adds to the sum."""
     one, size = number(1, zero), size_of(zero)
-    pitch, wide, deep = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size), padded(x.v.width, size)
+    wide, deep = padded(x.q.width, size), padded(x.v.width, size)
     real, beta = is_real(x.mask, b, i), strength(x, b, head, i, zero)
-    row_of, crossing = scratch + 22 * pitch, scratch + 20 * pitch
+    row_of, crossing = scratch + room.row, scratch + room.crossing
     store_row(to.q, b, head, i, dq, one, True, zero)
     load_row(row_of, x.v, b, head, i, real, zero)
     put(row(to.beta, b, head, i), dot(row_of, d, deep, zero) - dot(key, w, wide, zero))

@@ -11,7 +11,7 @@ from attngap.ops import native, pages
 from attngap.ops.hybrid.blocks import Near
 from attngap.ops.hybrid.state import Tokens
 from attngap.ops.native.scratch import Scratch, lay_out
-from attngap.ops.native.tensors import as_rows, row_bytes
+from attngap.ops.native.tensors import as_rows, plain_grads, row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def forward(inputs, past, S, z, tokens: Tokens, setting: Setting, near: Near | N
     out = pages.empty((*q.shape[:3], v.shape[3]), v.dtype, v.device)
     if tokens.padded:
         out.zero_()
-    after_S, after_z = torch.empty_like(S), torch.empty_like(z)
+    after_S, after_z = pages.empty_like(S), pages.empty_like(z)
     x, held = _inputs(inputs, past, S, z, tokens)
     unused = q.new_empty(()).expand(*q.shape[:3], 1)
     given = (unused,) * 3 if near is None else (near.out, near.top[..., None], near.log_mass[..., None])
@@ -79,7 +79,7 @@ class HybridCompiled(torch.autograd.Function):
         sources, (tokens, setting, near) = arguments[:11], arguments[11:]
         inputs, past, (S, z) = sources[:6], sources[6:9], sources[9:]
         q = inputs[0]
-        stats = [torch.empty(q.shape[:3], dtype=q.dtype) for _ in range(3)] if any(ctx.needs_input_grad) else []
+        stats = [pages.empty(q.shape[:3], q.dtype, q.device) for _ in range(3)] if any(ctx.needs_input_grad) else []
         out, after_S, after_z = forward(inputs, past, S, z, tokens, setting, near, stats)
         ctx.save_for_backward(*sources, out, *stats)
         ctx.options = tokens, setting
@@ -93,6 +93,7 @@ class HybridCompiled(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:11]
         near = any(wanted[i] for i in (0, 1, 2, 6, 7))
         results = out, unit, norm, coefficient
+        above = plain_grads(*above)
         found = backward(sources[:6], sources[6:9], *sources[9:], tokens, setting, results, above, near=near)
         return (*(x if want else None for x, want in zip(found, wanted, strict=True)), None, None, None)
 
@@ -141,9 +142,9 @@ def backward(inputs, past, S, z, tokens: Tokens, setting: Setting, results, abov
 
     q, k, v, fq, fk, gain = inputs
     unused = [q.new_empty(()).expand(x.shape) for x in (q, k, v, past[0], past[1])]
-    dq, dk, dv, dpk, dpv = (torch.zeros_like(x) for x in (q, k, v, *past[:2])) if near else unused
-    dfq, dfk, dpfk, dS, dz = (torch.zeros_like(x) for x in (fq, fk, past[2], S, z))
-    d_gain = torch.zeros(gain.shape, dtype=gain.dtype)
+    dq, dk, dv, dpk, dpv = (pages.zeros_like(x) for x in (q, k, v, *past[:2])) if near else unused
+    dfq, dfk, dpfk, dS, dz = (pages.zeros_like(x) for x in (fq, fk, past[2], S, z))
+    d_gain = pages.zeros_like(gain)
     x, held = _inputs(inputs, past, S, z, tokens)
     out, *stats = results
     d_out, d_after_S, d_after_z = above

@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from attngap.ops import native
 from attngap.ops.l2norm import compiled
+from attngap.ops.native.tensors import plain_grads
 from attngap.ops.uncompiled import uncompiled
 
 
@@ -34,6 +35,7 @@ class _Rescale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         y, r = ctx.saved_tensors
+        grads = plain_grads(*grads)
         if _fits(y, grads[0]):
             return compiled.backward(y, r, grads[0], ctx.length), None
         along = (y * grads[0]).sum(-1, keepdim=True) * (-1 / ctx.length**2)

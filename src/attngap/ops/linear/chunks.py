@@ -21,6 +21,7 @@ from attngap.ops.chunks import Scratch
 from attngap.ops.decay import NoDecay, ScalarDecay, VectorDecay
 from attngap.ops.groups import ChunkView, Span, spans
 from attngap.ops.linear import compiled
+from attngap.ops.native.tensors import plain_grads
 from attngap.ops.normalizer import EPS, safe_normalizer
 
 
@@ -62,6 +63,7 @@ class LinearChunks(torch.autograd.Function):
         q, k, v, log_decay, S, z, mask, out = ctx.saved_tensors
         if ctx.native:
             wanted = ctx.needs_input_grad[3]
+            d_out, dS, dz = plain_grads(d_out, dS, dz)
             return *compiled.backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted), None, None
         found = [pages.empty_like(x) for x in (q, k, v)]
         d_decay = pages.empty_like(log_decay) if ctx.needs_input_grad[3] else None

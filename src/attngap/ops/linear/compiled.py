@@ -16,7 +16,8 @@ def forward(q, k, v, log_decay, S, z, mask) -> tuple[Tensor, Tensor, Tensor | No
     after_S, after_z = torch.empty_like(S), torch.empty_like(start)
     x = kernels.Inputs(*as_rows(q, k, v, S, start, real), normalize=z is not None)
     to = kernels.Results(*as_rows(out, after_S, after_z))
-    arguments, scratch = (x, *as_rows(log_decay), to), state_scratch(q, v, kernels.BUFFERS)
+    scratch = state_scratch(kernels.Room, q, v)
+    arguments = (x, *as_rows(log_decay), to, scratch.room)
     native.run(kernels.forward, arguments, q.dtype, lane_count(q), update_count(q, v), scratch)
     return out, after_S, None if z is None else after_z[..., 0]
 
@@ -34,14 +35,9 @@ def backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted: bool) -
     x = kernels.Inputs(*as_rows(q, k, v, S, start, real), normalize=z is not None)
     above = kernels.Above(*as_rows(out, d_out, dS, end))
     to = kernels.Grads(*as_rows(dq, dk, dv, d_decay, before_S, before_z, norms))
-    native.run(
-        kernels.backward,
-        (x, *as_rows(log_decay), above, to),
-        q.dtype,
-        lane_count(k),
-        4 * update_count(q, v),
-        state_scratch(q, v, kernels.BUFFERS),
-    )
+    scratch = state_scratch(kernels.Room, q, v)
+    arguments = (x, *as_rows(log_decay), above, to, scratch.room)
+    native.run(kernels.backward, arguments, q.dtype, lane_count(k), 4 * update_count(q, v), scratch)
     return dq, dk, dv, d_decay if wanted else None, before_S, None if z is None else before_z[..., 0]
 
 

@@ -9,7 +9,8 @@ and, since a decay scales whatever crosses it, d log g_i is the sum of q_j * dq_
 channel, plus what the last state carries out. No score is formed, and nothing is kept but n_i, which waits in `norms`.
 
 `gate` is log g as (b, ., t, 1 or r), or None; an argument of its own, since only then code for None is left out.
-`scratch` is the address of zeros: `BUFFERS` pairs of buffers, then two states.
+`scratch` is the address of scratch memory with the fields of `Room`. It is cleared for every lane: what one leaves
+there, infinite or not, the next must not see.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from attngap.ops.native.memory import (
     add,
     cell,
     clear,
+    clear_fields,
     dot,
     load_gate,
     load_row,
@@ -35,8 +37,6 @@ from attngap.ops.native.memory import (
 from attngap.ops.native.tensors import Rows
 from attngap.ops.native.vectors import BYTES, get, kernel, load, number, plus, put, size_of, splat, total
 from attngap.ops.normalizer import EPS
-
-BUFFERS = 11
 
 
 class Inputs(NamedTuple):
@@ -76,19 +76,46 @@ class Grads(NamedTuple):
     norms: Rows  # (b, h, t, .), the first of a row is used
 
 
+class Room(NamedTuple):
+    """Offsets in scratch memory: pairs of buffers, one for each of two tokens, then the state, and its transpose."""
+
+    queries: int
+    keys: int
+    values: int
+    rows: int
+    grads: int
+    found: int  # the gradients of queries, or of keys
+    sums: int
+    weights: int
+    gates: int
+    later: int
+    products: int
+    d_values: int
+    state: int
+    transposed: int
+    end: int
+    guard: int
+
+
 @kernel
-def forward(x, gate, to, zero, scratch, first, last):
+def forward(x, gate, to, room, zero, scratch, first, last):
     """Lanes first <= b * h < last."""
     h, t, one, size = x.q.heads, x.q.length, number(1, zero), size_of(zero)
     pitch, width = padded(max(x.q.width, x.v.width), size), padded(x.v.width, size)
-    queries, keys, values, rows = scratch, scratch + 2 * pitch, scratch + 4 * pitch, scratch + 6 * pitch
-    sums, weights, state = scratch + 8 * pitch, scratch + 10 * pitch, scratch + 2 * BUFFERS * pitch
-    gates = None if gate is None else scratch + 12 * pitch
-    put(weights, one)
-    put(weights + pitch, one)
+    queries, keys, values, rows = (
+        scratch + room.queries,
+        scratch + room.keys,
+        scratch + room.values,
+        scratch + room.rows,
+    )
+    sums, weights, state = scratch + room.sums, scratch + room.weights, scratch + room.state
+    gates = None if gate is None else scratch + room.gates
     for lane in range(first, last):
         b, head = lane // h, lane % h
         kv, held = head * x.k.heads // h, head * x.S.heads // h
+        clear_fields(scratch, room, zero)
+        put(weights, one)
+        put(weights + pitch, one)
         load_state(state, x.S, b, held, False, zero)
         if x.normalize:
             load_column(sums + pitch, x.z, b, held, zero)
@@ -114,25 +141,36 @@ def forward(x, gate, to, zero, scratch, first, last):
 
 
 @kernel
-def backward(x, gate, above, to, zero, scratch, first, last):
+def backward(x, gate, above, to, room, zero, scratch, first, last):
     """Lanes first <= b * h_kv < last: heads that share keys are one lane, since they add to the same gradients."""
     group = x.q.heads // x.k.heads
     for lane in range(first, last):
         b, kv = lane // x.k.heads, lane % x.k.heads
         for head in range(kv * group, (kv + 1) * group):
-            grads_of_queries(x, gate, above, to, zero, scratch, b, head)
-            grads_of_keys(x, gate, above, to, zero, scratch, b, head)
+            clear_fields(scratch, room, zero)
+            grads_of_queries(x, gate, above, to, room, zero, scratch, b, head)
+            grads_of_keys(x, gate, above, to, room, zero, scratch, b, head)
 
 
 @kernel
-def grads_of_queries(x, gate, above, to, zero, scratch, b, head):
-    """Forward in time with the transposed state; what the last state carries out is left in buffer 9."""
+def grads_of_queries(x, gate, above, to, room, zero, scratch, b, head):
+    """Forward in time with the transposed state; what the last state carries out is left in `later`."""
     h, t, one, size = x.q.heads, x.q.length, number(1, zero), size_of(zero)
     pitch, width = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size)
-    queries, keys, values, rows = scratch, scratch + 2 * pitch, scratch + 4 * pitch, scratch + 6 * pitch
-    grads, found, sums, weights = scratch + 8 * pitch, scratch + 10 * pitch, scratch + 12 * pitch, scratch + 14 * pitch
-    gates = None if gate is None else scratch + 16 * pitch
-    later, state = scratch + 18 * pitch, scratch + 2 * BUFFERS * pitch
+    queries, keys, values, rows = (
+        scratch + room.queries,
+        scratch + room.keys,
+        scratch + room.values,
+        scratch + room.rows,
+    )
+    grads, found, sums, weights = (
+        scratch + room.grads,
+        scratch + room.found,
+        scratch + room.sums,
+        scratch + room.weights,
+    )
+    gates = None if gate is None else scratch + room.gates
+    later, state = scratch + room.later, scratch + room.transposed
     kv, held = head * x.k.heads // h, head * x.S.heads // h
     put(weights, one)
     put(weights + pitch, one)
@@ -173,16 +211,25 @@ def grads_of_queries(x, gate, above, to, zero, scratch, b, head):
 
 
 @kernel
-def grads_of_keys(x, gate, above, to, zero, scratch, b, head):
+def grads_of_keys(x, gate, above, to, room, zero, scratch, b, head):
     """Backward in time with the gradient of the state, D, and its transpose, E."""
     h, t, one, size = x.q.heads, x.q.length, number(1, zero), size_of(zero)
     pitch, wide, deep = padded(max(x.q.width, x.v.width), size), padded(x.q.width, size), padded(x.v.width, size)
-    queries, keys, values, rows = scratch, scratch + 2 * pitch, scratch + 4 * pitch, scratch + 6 * pitch
-    grads, d_keys, sums, weights = scratch + 8 * pitch, scratch + 10 * pitch, scratch + 12 * pitch, scratch + 14 * pitch
-    gates = None if gate is None else scratch + 16 * pitch
-    later, products, d_values = scratch + 18 * pitch, scratch + 19 * pitch, scratch + 20 * pitch
-    D = scratch + 2 * BUFFERS * pitch
-    E = D + x.q.width * deep
+    queries, keys, values, rows = (
+        scratch + room.queries,
+        scratch + room.keys,
+        scratch + room.values,
+        scratch + room.rows,
+    )
+    grads, d_keys, sums, weights = (
+        scratch + room.grads,
+        scratch + room.found,
+        scratch + room.sums,
+        scratch + room.weights,
+    )
+    gates = None if gate is None else scratch + room.gates
+    later, products, d_values = scratch + room.later, scratch + room.products, scratch + room.d_values
+    D, E = scratch + room.state, scratch + room.transposed
     kv, held, gated = head * x.k.heads // h, head * x.S.heads // h, 0 if gate is None else head * gate.heads // h
     own, fresh = head * x.S.heads % h == 0, head * x.k.heads % h == 0
     if own:
@@ -190,7 +237,8 @@ def grads_of_keys(x, gate, above, to, zero, scratch, b, head):
         load_state(E, above.S, b, held, True, zero)
         load_column(sums + pitch, above.z, b, held, zero)
     else:
-        clear(D, x.q.width * deep + x.v.width * wide, zero)
+        clear(D, x.q.width * deep, zero)
+        clear(E, x.v.width * wide, zero)
         clear(sums, 2 * pitch, zero)
     for i in range(t - 1, -1 if gate is None else -2, -2):
         for s in range(2):

@@ -10,6 +10,7 @@ import contextvars
 import functools
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+
+from attngap.ops import pages
 
 if TYPE_CHECKING:
     from attngap.ops.native.scratch import Scratch
@@ -27,6 +30,7 @@ LARGEST = 2**20  # bytes of a state: a larger one leaves the cache of a core
 SHARES = 8  # of the lanes, for each thread
 ALONE = 2**27  # updates of a state's elements, some 7 ms: below, waking a thread may take longer than it helps
 
+_ready: set[tuple[Callable, torch.dtype]] = set()  # what was compiled, or found on disk
 _on = contextvars.ContextVar("native", default=True)
 
 
@@ -71,12 +75,31 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
         for first, last in shares:
             kernel(*arguments, zero, address, first, last)
 
+    if (kernel, dtype) not in _ready:  # no lanes: only to compile it, or to read it from disk
+        with _says_if_slow(kernel):
+            kernel(*arguments, zero, addresses[0], 0, 0)
+        _ready.add((kernel, dtype))
     if threads == 1:
         compute(addresses[0])
     else:
         _together(compute, addresses)
     if scratch.guards:
         scratch.check(addresses)
+        pages.check_guards()
+
+
+@contextlib.contextmanager
+def _says_if_slow(kernel: Callable) -> Iterator[None]:
+    """A line on stderr when compiling takes longer than a second."""
+    name = f"{kernel.__module__.split('.')[-2]}, {kernel.__name__}"
+    line = f"attngap: compiling {name}, for this processor; kept on disk until the code changes ..."
+    timer = threading.Timer(1.0, lambda: print(line, file=sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _together(compute: Callable[[int], None], addresses: list[int]) -> None:

@@ -197,10 +197,15 @@ def scale_row(out, factor, x, pitch, zero):
 def load_row(buffer, x, b, head, i, real, zero):
     """The row of a tensor; zeros where there is no token."""
     size, at, gap = size_of(zero), row(x, b, head, i), x.by_column
-    whole = x.width * size // BYTES * BYTES if gap == size else 0
+    whole = x.width * size // BYTES * BYTES if gap == size or gap == 0 else 0
     if real:
-        for c in range(0, whole, BYTES):
-            store(buffer + c, load(at + c, zero))
+        if gap == 0:  # one number for all, as in the gradient of a sum
+            number = splat(get(at, zero))
+            for c in range(0, whole, BYTES):
+                store(buffer + c, number)
+        else:
+            for c in range(0, whole, BYTES):
+                store(buffer + c, load(at + c, zero))
         for c in range(whole // size, x.width):
             put(buffer + c * size, get(at + c * gap, zero))
     else:

@@ -2,19 +2,12 @@
 
 import ctypes
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from attngap.errors import AttngapError
 from attngap.ops.native import PANEL
-
-CANARY = 0xA5  # a byte that no kernel writes by chance
-
-
-def debugging() -> bool:
-    """`ATTNGAP_DEBUG_KERNELS=1`: canaries around scratch fields and results, checked after every call."""
-    return os.environ.get("ATTNGAP_DEBUG_KERNELS") == "1"
+from attngap.ops.pages import CANARY, debugging
 
 
 @dataclasses.dataclass(frozen=True)

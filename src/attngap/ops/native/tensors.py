@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attngap.errors import AttngapError
 from attngap.ops import native, pages
-from attngap.ops.native.scratch import Scratch
+from attngap.ops.native.scratch import Scratch, lay_out
+from attngap.ops.uncompiled import plain_tensor
 
 
 class Rows(NamedTuple):
@@ -32,9 +34,19 @@ def as_rows(*tensors: Tensor | None) -> list[Any]:
 
 
 def _rows(x: Tensor) -> Rows:
+    """The last check before an address is handed on; what ops are given was made plain at their door."""
+    if x.device.type != "cpu" or x.ndim != 4 or x.is_neg() or x.data_ptr() == 0:
+        raise AttngapError(
+            f"a compiled kernel needs memory with four axes on the CPU, got {tuple(x.shape)} on {x.device}"
+        )
     size = x.element_size()
     by_batch, by_head, by_row, by_column = x.stride()
     return Rows(x.data_ptr(), *x.shape, by_batch * size, by_head * size, by_row * size, by_column * size)
+
+
+def plain_grads(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What autograd hands back, as memory of its own."""
+    return tuple(None if x is None else plain_tensor("a gradient", x) for x in grads)
 
 
 def mask_rows(q: Tensor, mask: Tensor | None) -> Tensor:
@@ -43,10 +55,11 @@ def mask_rows(q: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones((), dtype=torch.bool).expand(b, 1, t, 1) if mask is None else mask[:, None, :, None]
 
 
-def state_scratch(q: Tensor, v: Tensor, pairs: int) -> Scratch:
-    """Bytes of two states, one the other way round, and of pairs of buffers."""
+def state_scratch(room: Any, q: Tensor, v: Tensor) -> Scratch:
+    """For kernels that walk over two tokens at a time: pairs of rows, the state, and its transpose."""
     r, dv = row_bytes(q), row_bytes(v)
-    return Scratch(None, q.shape[-1] * dv + v.shape[-1] * r + 2 * pairs * max(r, dv))
+    sizes = {name: 2 * max(r, dv) for name in room._fields}
+    return lay_out(room, sizes | {"state": q.shape[-1] * dv, "transposed": v.shape[-1] * r})
 
 
 def row_bytes(x: Tensor) -> int:

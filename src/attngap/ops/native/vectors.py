@@ -5,8 +5,10 @@ These few operations say what is meant; where registers are narrower than 64 byt
 """
 
 import contextlib
+import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,32 @@ def kernel(f: Callable) -> Callable[..., Any]:
     A kernel is compiled into the one that calls it: calls hand on dozens of numbers, and took a third of the time.
     `contract` lets a product and a sum be one instruction; sums keep their order.
     """
-    return numba.njit(**OPTIONS)(inspect.unwrap(f))  # without what checks types under test
+    return _compile(f, OPTIONS)
 
 
 def called_kernel(f: Callable) -> Callable[..., Any]:
     """A kernel that stays a function of its own: large, and worth a call."""
-    options: dict[str, Any] = {**OPTIONS, "forceinline": False}
-    return numba.njit(**options)(inspect.unwrap(f))
+    return _compile(f, {**OPTIONS, "forceinline": False})
+
+
+def _compile(f: Callable, options: dict[str, Any]) -> Callable[..., Any]:
+    plain = inspect.unwrap(f)  # without what checks types under test
+    try:
+        return numba.njit(**options)(plain)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        _say_not_kept()
+        return numba.njit(**{**options, "cache": False})(plain)
+
+
+@functools.cache
+def _say_not_kept() -> None:
+    print(
+        "attngap: compiled kernels cannot be kept, neither beside the package nor in the home folder: every process "
+        "compiles them anew. Set NUMBA_CACHE_DIR to a folder that can be written, or ATTNGAP_NATIVE=0 to do without",
+        file=sys.stderr,
+    )
 
 
 def primitive(f: Callable) -> Callable[..., Any]:
