@@ -16,7 +16,7 @@ PAGES = ("README.md", "docs/getting-started.md")
 RUNNER = ("pytest>=8", "beartype>=0.18", "hypothesis>=6.100")
 TESTS = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow and not browser")
 # An environment with no extra, one with serve (which brings report), one with demo (which brings serve and native).
-BARE = ("tests/test_package.py", "tests/test_errors.py", "tests/models", "tests/cli/test_mechanisms.py")
+BARE = ("tests/test_package.py", "tests/test_errors.py", "tests/test_options.py", "tests/models/test_load.py")
 SERVE = ("tests/explorer", "tests/charts", "tests/report", "tests/cli/test_serve.py", "tests/cli/test_report.py")
 DEMO = ("tests/models/test_gguf.py", "tests/cli/test_demo.py")
 WAIT = 600  # seconds for a server to answer: it loads a model first
