@@ -12,7 +12,12 @@ python=$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)') # the inte
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/home"
-git clone --quiet "$source" "$work/attngap"
+if [ -e "$source/.git" ]; then
+  git clone --quiet "$source" "$work/attngap"
+else # an export, without history
+  mkdir "$work/attngap"
+  tar -C "$source" --exclude=./.venv -cf - . | tar -C "$work/attngap" -xf -
+fi
 settings=()
 while IFS= read -r setting; do settings+=("$setting"); done < <(
   env | grep -E '^(PIP_[A-Z_]+|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|[a-zA-Z]+_(proxy|PROXY))=' || true
