@@ -168,9 +168,9 @@ def test_a_run_killed_while_it_saves_or_measures_goes_on_from_its_pieces(moment,
 def keep_errors(fit_all):
     """No layer may be fitted again: all of them are in the checkpoint."""
 
-    def check(model, mechanisms, tokens, options, checkpoint, *rest):
+    def check(model, mechanisms, tokens, options, checkpoint, *rest, **named):
         assert all(checkpoint.has(f"layer-{layer}") for layer in mechanisms)
-        return fit_all(model, mechanisms, tokens, options, checkpoint, *rest)
+        return fit_all(model, mechanisms, tokens, options, checkpoint, *rest, **named)
 
     return check
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attngap.conversion import long as long_module
-from attngap.conversion.calibration import period_of, repeats, with_facts
+from attngap.conversion.calibration import FactsPassage, period_of, repeats
 from attngap.conversion.long import LongCalibration, fit_slices, long_enough, prune_by_slices
 from attngap.conversion.slices import SliceReference
 from attngap.models.positions import layer_positions
@@ -31,12 +31,18 @@ def calibrated(monkeypatch):
 
 def test_numbers_are_stated_in_the_text_and_asked_for_at_its_end():
     words = tokenizer()
-    tokens = with_facts(words, TEXT, context=LENGTH, seed=3)
-    assert tokens.shape == (1, LENGTH)
-    text = words.decode(tokens[0]).replace(" ", "")
-    said = [piece[:5] for piece in text.split("is")[1:] if piece[:5].isdigit()]
-    assert len(said) == 16
-    assert sorted(said[:8]) == sorted(said[8:])
+    found = FactsPassage.make(words, TEXT, context=LENGTH, seed=3)
+    assert found.tokens.shape == (1, LENGTH)
+    text, body = (words.decode(x).replace(" ", "") for x in (found.tokens[0], found.tokens[0, : -found.asked]))
+    numbers = [words.decode(found.tokens[0, list(places)]).replace(" ", "") for places in found.answers]
+    assert len(set(numbers)) == 8
+    for number in numbers:
+        assert number.isdigit()
+        assert len(number) == 5
+        assert body.count(number) == 1
+        assert text.count(number) == 2
+    order = [body.index(number) for number in numbers]
+    assert order == sorted(order, reverse=True)
 
 
 def test_a_repeated_passage_knows_its_period():

@@ -47,6 +47,7 @@ def linearize(
     sinks: Annotated[int | None, _planned("sinks")] = None,
     context: Annotated[int, _help("context")] = _default("context"),
     tokens: Annotated[int, _help("tokens")] = _default("tokens"),
+    length: Annotated[int | None, _help("length")] = _default("length"),
     steps: Annotated[int, _help("steps")] = _default("steps"),
     joint: Annotated[int, _help("joint")] = _default("joint"),
     rounds: Annotated[int, _help("rounds")] = _default("rounds"),
@@ -71,7 +72,7 @@ def linearize(
     _check_choice(plan, diagnosis, keep, max_ppl_ratio)
     given = {"keep": keep, "max_ppl_ratio": max_ppl_ratio, "granularity": granularity}
     given |= {"mechanism": mechanism, "window": window, "sinks": sinks, "context": context, "tokens": tokens}
-    given |= {"steps": steps, "joint": joint, "rounds": rounds, "lora": lora, "seed": seed}
+    given |= {"length": length, "steps": steps, "joint": joint, "rounds": rounds, "lora": lora, "seed": seed}
     options = ConversionOptions(**{name: value for name, value in given.items() if value is not None})
     check_output(output, "attngap.json", "converted model", overwrite=overwrite)
     from attngap.conversion.linearize import linearize as run

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.errors import AttngapError
 from attngap.heads.damage import draw_labels
-from attngap.heads.passages import passages, stress
+from attngap.heads.passages import Split, passages, stress
 
 SAMPLE_LENGTH = 256  # at most, of one text the model writes: a step costs much the same for more of them
 FACTS, DIGITS = 8, 5
@@ -93,24 +93,61 @@ def period_of(tokens: Int[Tensor, "1 t"]) -> int:
 
 
 def with_facts(
-    tokenizer: PreTrainedTokenizerBase, text: str | list[str] | None, *, context: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    *,
+    context: int,
+    seed: int,
+    split: Split = "calibration",
 ) -> Int[Tensor, "1 context"]:
     """A passage of text in which numbers are stated, evenly spread, and asked for at its end."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(THINGS), generator=generator).tolist()
-    told, asked = [], []
-    for place in order[:FACTS]:
-        number = "".join(map(str, torch.randint(10, (DIGITS,), generator=generator).tolist()))
-        told.append(_ids(tokenizer, f"\n\nNote that the number of the {THINGS[place]} is {number}.\n\n"))
-        asked.append(_ids(tokenizer, f"\n\nWhat is the number of the {THINGS[place]}? It is {number}."))
-    asked = [asked[i] for i in torch.randperm(FACTS, generator=generator).tolist()]
-    body = passages(tokenizer, text, context=context, count=1, seed=seed)[0].tolist()
-    body = body[: context - sum(map(len, told)) - sum(map(len, asked))]
-    whole, each = [], len(body) // FACTS
-    for i, fact in enumerate(told):
-        whole += [*body[i * each : i * each + each // 3], *fact, *body[i * each + each // 3 : (i + 1) * each]]
-    whole += [*body[FACTS * each :], *(token for question in asked for token in question)]
-    return torch.tensor([whole])
+    return FactsPassage.make(tokenizer, text, context=context, seed=seed, split=split).tokens
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FactsPassage:
+    """Text, then questions; `answers` are the places of each number's digits in the questions, nearest fact first."""
+
+    tokens: Int[Tensor, "1 context"]
+    asked: int  # tokens of questions, the last ones
+    answers: tuple[range, ...]
+
+    @classmethod
+    def make(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        text: str | list[str] | None,
+        *,
+        context: int,
+        seed: int,
+        split: Split = "calibration",
+    ) -> "FactsPassage":
+        generator = torch.Generator().manual_seed(seed)
+        told, asked, digits = [], [], []
+        for place in torch.randperm(len(THINGS), generator=generator).tolist()[:FACTS]:
+            number = "".join(map(str, torch.randint(10, (DIGITS,), generator=generator).tolist()))
+            told.append(_ids(tokenizer, f"\n\nNote that the number of the {THINGS[place]} is {number}.\n\n"))
+            question = [_ids(tokenizer, x) for x in (f"\n\nWhat is the number of the {THINGS[place]}? It is", " ")]
+            digits.append(_ids(tokenizer, number))
+            asked.append([*question[0], *question[1]])
+        order = torch.randperm(FACTS, generator=generator).tolist()
+        questions = sum(len(asked[i]) + len(digits[i]) for i in order)
+        body = passages(tokenizer, text, context=context, count=1, seed=seed, split=split)[0].tolist()
+        room = context - sum(map(len, told)) - questions
+        if room < FACTS:
+            raise AttngapError(f"{FACTS} facts and questions need more than {context} tokens. Give a longer context")
+        body, each = body[:room], room // FACTS
+        whole: list[int] = []
+        for i, fact in enumerate(told):
+            cut = i * each + each // 3
+            whole += [*body[i * each : cut], *fact, *body[cut : (i + 1) * each]]
+        whole += body[FACTS * each :]
+        places: dict[int, range] = {}
+        for i in order:
+            start = len(whole) + len(asked[i])
+            places[i] = range(start, start + len(digits[i]))
+            whole += [*asked[i], *digits[i]]
+        return cls(torch.tensor([whole]), questions, tuple(places[i] for i in reversed(range(FACTS))))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

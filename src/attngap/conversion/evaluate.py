@@ -9,8 +9,18 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from attngap.conversion.by_length import AtLength, at_length
 from attngap.conversion.quality import Quality, on_text, recall
-from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Figures, Receipt, unmeasured_receipt
+from attngap.conversion.receipt import (
+    CONVERTED,
+    ORIGINAL,
+    RANDOM,
+    WINDOW,
+    WITHOUT,
+    Figures,
+    Receipt,
+    unmeasured_receipt,
+)
 from attngap.conversion.speed import Speed, speeds
 from attngap.errors import AttngapError
 from attngap.heads.forward import is_language_model
@@ -21,6 +31,8 @@ from attngap.models.save import record, weights_hash
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 from attngap.provenance import provenance
 
+SHORTEST = 1024  # tokens at which parts are measured: text, facts and questions take half of that
+
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
@@ -28,7 +40,8 @@ class Measures:
 
     passages: int = 4  # of held-out text
     trials: int = 1  # of induction, and of a needle at each place
-    lengths: tuple[int, ...] = (512, 1024)  # of needle passages
+    lengths: tuple[int, ...] = (1024,)  # of needle passages
+    by_length: tuple[int, ...] = (1024, 4096, 8192)  # at which every part is measured, up to the model's own positions
     contexts: tuple[int, ...] = (1024, 4096, 8192, 16384)  # for speed and memory
     prefill_up_to: int = 1024  # longer prompts take minutes on a CPU
     baselines: bool = True
@@ -65,6 +78,7 @@ def evaluate(
     chosen = dataclasses.replace(
         measures or Measures(),
         lengths=tuple(lengths),
+        by_length=tuple(lengths),
         contexts=tuple(contexts),
         text=text if text is None or isinstance(text, str) else list(text),
     )
@@ -97,10 +111,26 @@ def measure(
         if is_language_model(original) and measures.trials:
             with _noting("recall", notes):
                 _recall(models, tokenizer, text, quality, measures, context)
+    parts = _parts(original, converted, measures)
+    rows: list[AtLength] = []
+    for length in _reachable(original, measures.by_length) if is_language_model(original) else ():
+        with _noting(f"quality at {length:,} tokens", notes):
+            rows += at_length(parts, tokenizer, text if measures.text is None else measures.text, length)
     if is_language_model(original):
         with _noting("speed", notes):
             speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to)
-    return Figures(quality, speed, notes)
+    return Figures(quality, speed, notes, rows)
+
+
+def _parts(original: PreTrainedModel, converted: PreTrainedModel, measures: Measures) -> dict[str, PreTrainedModel]:
+    """What is measured at each length: original and converted, and the latter without its features."""
+    without = baselines(original, converted, seed=measures.seed).get(WINDOW) if measures.baselines else None
+    return {ORIGINAL: original, CONVERTED: converted} | ({} if without is None else {WITHOUT: without})
+
+
+def _reachable(model: PreTrainedModel, lengths: Iterable[int]) -> list[int]:
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return [length for length in lengths if length >= SHORTEST and (own is None or length <= own)]
 
 
 @contextlib.contextmanager

@@ -21,10 +21,13 @@ class ConversionOptions(Options):
     ] = "prototype"
     window: Annotated[int, Field(ge=0, description="Last keys kept exact.")] = WINDOW
     sinks: Annotated[int, Field(ge=0, description="First keys kept exact.")] = SINKS
-    context: Annotated[int, Field(ge=16, description="Tokens per passage; features are read no farther.")] = 1024
-    tokens: Annotated[int, Field(description="Calibration tokens.")] = 20480
-    steps: Annotated[int, Field(ge=0, description="Steps of fitting each layer.")] = 30
-    joint: Annotated[int, Field(ge=0, description="Steps of fitting all layers together.")] = 12
+    context: Annotated[int, Field(ge=16, description="Tokens per short passage.")] = 1024
+    tokens: Annotated[int, Field(description="Calibration tokens in short passages.")] = 12288
+    length: Annotated[
+        int | None, Field(ge=16, description="Tokens it is for; none: the model's own positions, up to 8,192.")
+    ] = None
+    steps: Annotated[int, Field(ge=0, description="Steps of fitting each layer.")] = 100
+    joint: Annotated[int, Field(ge=0, description="Steps of fitting all layers together.")] = 24
     rounds: Annotated[int, Field(ge=0, description="Rounds of choosing kept heads.")] = 2
     lora: Annotated[int, Field(ge=0, description="Rank of LoRA; 0 for none.")] = 0
     seed: Annotated[int, Field(ge=0, description="Chooses passages and order.")] = 0

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from attngap.conversion import receipt_view
+from attngap.conversion.by_length import AtLength
 from attngap.conversion.options import ConversionOptions
 from attngap.conversion.quality import Quality
 from attngap.conversion.speed import Speed
@@ -19,6 +20,7 @@ SCHEMA = "attngap.receipt/1"
 FILE = "receipt.json"
 DEFAULT_CONTEXT: int = ConversionOptions.default("context")
 ORIGINAL, CONVERTED, WINDOW, RANDOM = "original", "converted", "sinks + window only", "random heads"
+WITHOUT = "without features"  # at each length: the same heads, sinks and window only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Figures:
     quality: dict[str, Quality]
     speed: dict[str, list[Speed]]
     notes: list[str]
+    by_length: list[AtLength] = dataclasses.field(default_factory=list)
 
 
 class Receipt(BaseModel):
@@ -45,6 +48,8 @@ class Receipt(BaseModel):
     options: dict[str, Any]
     quality: dict[str, Quality] = {}  # empty: not measured
     speed: dict[str, list[Speed]] = {}
+    by_length: list[AtLength] = []  # quality at each length, every part of the conversion
+    positions: int | None = None  # the model's own: nothing is claimed beyond them
     fit_error: dict[str, float] = {}  # median and worst over the replaced heads, held out
     joint: dict[str, float] = {}  # held-out divergence before and after the joint pass
     seconds: dict[str, float] = {}
@@ -56,7 +61,7 @@ class Receipt(BaseModel):
 
     def with_figures(self, figures: Figures, *, seconds: dict[str, float] | None = None) -> "Receipt":
         """The receipt with what was measured, and where that falls short."""
-        changes: dict[str, Any] = {"quality": figures.quality, "speed": figures.speed}
+        changes: dict[str, Any] = {"quality": figures.quality, "speed": figures.speed, "by_length": figures.by_length}
         found = self.model_copy(update=changes | ({} if seconds is None else {"seconds": dict(seconds)}))
         return found.model_copy(update={"notes": [*self.notes, *figures.notes, *found.shortcomings()]})
 
@@ -89,6 +94,15 @@ class Receipt(BaseModel):
         ours, found = self.quality.get(CONVERTED), []
         if ours is None:
             return []
+        at = {(row.length, row.part): row for row in self.by_length}
+        for (length, part), row in at.items():
+            other = at.get((length, WITHOUT))
+            if part != CONVERTED or other is None:
+                continue
+            if (other.divergence or 0) <= (row.divergence or 0):
+                found.append(f"at {length:,} tokens the features lower the divergence no further than window and sinks")
+            if (other.needle or 0) > (row.needle or 0):
+                found.append(f"at {length:,} tokens sinks and window alone recall more ({other.needle:.0%})")
         for name in (WINDOW, RANDOM):
             other = self.quality.get(name)
             if other is None:

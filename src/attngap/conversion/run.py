@@ -14,9 +14,11 @@ from attngap.conversion.calibration import Shares, calibration, repeats
 from attngap.conversion.choose import convert, group_sizes, head_damage, prune, refine
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.joint import Reference, fit_jointly, trainable
+from attngap.conversion.long import LongCalibration, fit_slices, long_enough, prune_by_slices
 from attngap.conversion.options import ConversionOptions
 from attngap.conversion.quality import perplexity
 from attngap.conversion.receipt import Receipt
+from attngap.conversion.slices import SliceReference
 from attngap.heads.choice import Keep, best_heads
 from attngap.heads.forward import is_language_model
 from attngap.heads.passages import passages
@@ -36,6 +38,7 @@ JOINT_RATE = 7e-4  # at three times this the joint pass of a well-fitted model f
 # Of so many joint steps all but one are on repeated tokens: recall loses far more than text does, and repeated tokens
 # cost nothing and never run out.
 TEXT_EVERY = 4
+LONGEST = 8192  # tokens a conversion is for unless told: reading longer passages takes minutes
 
 
 class ConversionRun:
@@ -61,6 +64,13 @@ class ConversionRun:
         self.joint: dict[str, float] = {}
         self.tokens = self._calibrate()
         self.heldout = 3 if len(self.tokens) >= 6 else 1  # one passage of each kind, where there are enough
+        self.length = self._length()
+        self.long = self._long() if self._slices() else None
+        if not all(getattr(m, "reach", None) is None for m in mechanisms.values()):
+            self.notes.append(
+                f"positions enter this model's keys in a way that cannot be undone: from token {options.context} on "
+                "replaced heads read sinks and window only"
+            )
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
@@ -82,12 +92,39 @@ class ConversionRun:
             self.checkpoint.put("tokens", {"tokens": found})
             return found
 
+    def _length(self) -> int:
+        """The tokens a conversion is for."""
+        own = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or self.options.context
+        return min(own, LONGEST) if self.options.length is None else min(own, self.options.length)
+
+    def _slices(self) -> bool:
+        """Whether long passages and slices of them calibrate: LoRA's weights are not among what slices train."""
+        able = self.is_language_model and not self.model.config.is_encoder_decoder and not self.options.lora
+        return able and long_enough(self.mechanisms, self.length, self.options.context)
+
+    def _long(self) -> LongCalibration:
+        o = self.options
+        sizes = {"heldout": self.heldout, "length": self.length, "window": o.window, "exact": self._exact}
+        return LongCalibration(self.model, self.tokenizer, self.text, self.tokens, seed=o.seed, **sizes)
+
+    @functools.cached_property
+    def _slice_reference(self) -> SliceReference:
+        assert self.long is not None
+        return SliceReference(self.model, self.mechanisms, self.long.judges())
+
     def fit_and_choose(self, ray: str | None) -> Keep:
         """Fit every layer to its own outputs, then choose the heads that keep softmax."""
         o = self.options
-        fit = FitOptions(steps=o.steps, check=max(1, o.steps // 4), heldout=self.heldout, seed=o.seed)
+        steps = {"steps": o.steps, "check": max(1, o.steps // 4), "batch": 2}
+        fit = FitOptions(heldout=self.heldout, seed=o.seed, horizon=self.length, **steps)
+        longer = None
+        if self.long is not None:
+            with self.stage("reading long passages", 2) as advance:
+                self.long.read(advance)
+            longer = self.long.seen
         with self.stage("fitting layers", len(self.mechanisms)) as advance:
-            self.errors = fit_all(self.model, self.mechanisms, self.tokens, fit, self.checkpoint, advance, ray)
+            shared = (self.model, self.mechanisms, self.tokens, fit, self.checkpoint, advance, ray)
+            self.errors = fit_all(*shared, longer=longer)
         done = self.checkpoint.get("keep")
         if done is not None:
             return frozenset((layer, head) for layer, head in done["keep"].tolist())
@@ -101,6 +138,10 @@ class ConversionRun:
         how = {"rounds": o.rounds, "grouped": o.granularity == "group", "advance": advance}
         if o.max_ppl_ratio is not None:
             keep = self._smallest(o.max_ppl_ratio)
+        elif o.keep is not None and self.long is not None:
+            group = group_sizes(self.mechanisms, grouped=o.granularity == "group")
+            count = round(o.keep * heads)
+            return prune_by_slices(self._slice_reference, count, group, rounds=o.rounds, advance=advance)
         elif o.keep is not None:
             return prune(self.model, self.mechanisms, round(o.keep * heads), self._reference, **how)
         else:
@@ -162,17 +203,35 @@ class ConversionRun:
         if not o.joint or not trainable(converted):
             return converted
         with self.stage("fitting jointly", o.joint) as advance:
-            before, after = fit_jointly(
-                self.model,
-                converted,
-                self._joint_passages(),
-                self._reference,
-                rate=JOINT_RATE,
-                checkpoint=self.checkpoint,
-                advance=advance,
-            )
+            if self.long is not None:
+                before, after = self._fit_slices(keep, advance)
+            else:
+                before, after = fit_jointly(
+                    self.model,
+                    converted,
+                    self._joint_passages(),
+                    self._reference,
+                    rate=JOINT_RATE,
+                    checkpoint=self.checkpoint,
+                    advance=advance,
+                )
         self.joint = {"before": before, "after": after}
         return converted
+
+    def _fit_slices(self, keep: Keep, advance: Callable[..., None]) -> tuple[float, float]:
+        """Of the mechanisms that the converted model shares."""
+        assert self.long is not None
+        o, parts = self.options, self.mechanisms
+        done = self.checkpoint.get("joint-slices")
+        if done is None:
+            before, after = fit_slices(self._slice_reference, keep, self.long.slices(o.joint, o.seed), o.joint, advance)
+            state = {f"{layer}.{name}": x for layer, m in parts.items() for name, x in m.state_dict().items()}
+            self.checkpoint.put("joint-slices", state | {"divergence": torch.tensor([before, after])})
+            return before, after
+        before, after = done.pop("divergence").tolist()
+        for layer, m in parts.items():
+            m.load_state_dict({name: done[f"{layer}.{name}"] for name in m.state_dict()})
+        return before, after
 
     def _joint_passages(self) -> Int[Tensor, "steps context"]:
         """New repeated random tokens, and every fourth time a passage of calibration."""
@@ -205,6 +264,7 @@ class ConversionRun:
             joint=self.joint,
             seconds=dict(self.seconds),
             notes=[*self.notes, *(["this run resumed an earlier one; seconds are its own only"] * self._resumed)],
+            positions=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
             provenance=provenance(seed=self.options.seed, model=facts.name),
         )
 

@@ -1,0 +1,73 @@
+"""Quality at each length: perplexity and divergence of the last tokens of text, and numbers recalled from all over it.
+
+One passage serves all of it: held-out text in which numbers are stated, evenly spread, and asked for at the end.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attngap.conversion.calibration import FactsPassage
+from attngap.conversion.joint import divergence
+from attngap.heads.forward import outputs
+
+SCORED = 512  # last tokens of text that count
+SEED = 2**20  # of the passages measured on; calibration's text is another part of it whatever the seed
+
+
+class AtLength(BaseModel):
+    """One model at one length; None is not measured."""
+
+    model_config = ConfigDict(extra="forbid")
+    length: int
+    part: str
+    perplexity: float | None = None
+    perplexity_ratio: float | None = None  # to the original's at the same length
+    divergence: float | None = None  # KL to the original, nats a token
+    needle: float | None = None  # share of the digits recalled
+    needle_by_depth: list[float] = []  # from the nearest fact to the farthest
+    repetition: float | None = None
+
+
+@torch.no_grad()
+def at_length(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | list[str] | None,
+    length: int,
+    *,
+    seed: int = 0,
+) -> list[AtLength]:
+    """Every model on one held-out passage of this length; the first is the original."""
+    passage = FactsPassage.make(tokenizer, text, context=length, seed=SEED + seed, split="heldout")
+    tokens, last = passage.tokens[0], min(SCORED, length // 2) + passage.asked
+    first = length - last  # the token whose logits come first
+    teacher: Tensor | None = None
+    found: list[AtLength] = []
+    for part, model in models.items():
+        out = outputs(model, passage.tokens, last)[0].float()
+        teacher = out if teacher is None else teacher
+        text_rows = slice(0, last - passage.asked - 1)
+        loss = float(F.cross_entropy(out[text_rows], tokens[first + 1 : length - passage.asked]))
+        right = [
+            float((out[[i - 1 - first for i in places]].argmax(-1) == tokens[list(places)]).float().mean())
+            for places in passage.answers
+        ]
+        apart = divergence(out[None, text_rows], teacher[None, text_rows], is_language_model=True)
+        found.append(
+            AtLength(
+                length=length,
+                part=part,
+                perplexity=math.exp(loss),
+                perplexity_ratio=1.0 if not found else math.exp(loss) / (found[0].perplexity or 1.0),
+                divergence=float(apart) if found else 0.0,
+                needle=sum(right) / len(right),
+                needle_by_depth=right,
+            )
+        )
+    return found
