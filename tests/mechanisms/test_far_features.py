@@ -1,8 +1,10 @@
 """Features that do not see positions: fading, the state of a past, some rows of a passage, and heads left without."""
 
+import pytest
 import torch
 
 from attngap import mechanism
+from attngap.errors import AttngapError
 from attngap.mechanisms.far_rows import FarRows
 from attngap.mechanisms.feature_maps import Prototype
 from attngap.mechanisms.fit import FitOptions, fit_layer
@@ -86,3 +88,22 @@ def test_no_head_is_worse_than_sinks_and_window_on_the_passages_that_judge():
     assert (real <= near + 1e-5).all()
     assert error[1] <= 1e-9  # it reads nothing far, and any feature would do harm
     torch.testing.assert_close(real, error, rtol=1e-3, atol=1e-6)
+
+
+def test_a_hybrid_of_before_has_the_parameters_and_the_reach_it_had():
+    """What converted folders hold: options without a layout of positions, and features that do not fade."""
+    old = mechanism(
+        "hybrid", HEADS, DIM, kv_heads=KV, feature_map="prototype", window=WINDOW, sinks=SINKS, relative=False,
+        gain="query", reach=20, map_options={}, scale=0.5,
+    )  # fmt: skip
+    names = ("query_weight", "query_bias", "query_scale", "key_weight", "key_bias")
+    assert set(old.state_dict()) == {"log_gain", "gain_weight", *(f"feature_map.{name}" for name in names)}
+    q, k, v = streams(1, 40)
+    near = mechanism(
+        "hybrid", HEADS, DIM, kv_heads=KV, feature_map="none", gain="none", window=WINDOW, sinks=SINKS, scale=0.5
+    )
+    apart = (old(None, q, k, v)[1] - near(None, q, k, v)[1]).abs().amax((0, 1, 3))
+    assert apart[WINDOW + SINKS : 20].min() > 0
+    assert apart[20:].max() < 1e-6
+    with pytest.raises(AttngapError, match="need the cos and sin of the positions: pass rotary"):
+        hybrid()(None, q, k, v)

@@ -6,11 +6,15 @@ from attngap.models.save import BASE, Conversion
 LIMITS = """\
 - Replaced heads read the first and the last tokens exactly and everything between through a state of fixed size: exact
   recall from the middle of a long context rests on the heads that were kept.
-- Fitted and measured at {context} tokens. From there on a replaced head reads the first and the last tokens alone:
-  features do not carry over to positions they were not fitted to. For more convert with a longer --context.
+- {length}
 - Packed sequences and custom 4D attention masks are refused, as are caches that can be cropped (assisted generation).
 - The figures are those of this receipt, on its texts and machine; measure yours: `attngap eval DIR --text FILE`."""
 
+
+HOLDS = """Fitted for up to {length} tokens, with features that do not see positions. Beyond that, or beyond the lengths
+  of the receipt, nothing is claimed."""
+ENDS = """Fitted and measured at {context} tokens. From there on a replaced head reads first and last tokens alone:
+  positions enter this model's keys in a way that cannot be undone. For more convert with a longer --context."""
 
 HEADER = """\
 | | perplexity | ratio | KL | induction | needle |
@@ -54,8 +58,17 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 {notes}
 ## Limits
 
-{LIMITS.format(context=receipt.options["context"])}
+{LIMITS.format(length=_length(receipt, conversion))}
 """
+
+
+def _length(receipt: Receipt, conversion: Conversion) -> str:
+    """How far the features carry, by the options the layers were built with."""
+    context = receipt.options["context"]
+    if any(layer.options.get("reach") is not None for layer in conversion.layers):
+        return ENDS.format(context=context)
+    longest = receipt.options.get("length") or min(receipt.positions or context, 8192)
+    return HOLDS.format(length=longest)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attngap.diagnosis.bounds import bounds
 from attngap.heads.inputs import LayerInputs
 from attngap.heads.obstacles import obstacle
-from attngap.heads.replacement import build_replacement, output, relative_error, streams, window_only
+from attngap.heads.replacement import angles, build_replacement, output, relative_error, streams, window_only
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism
 from attngap.mechanisms.fit import QUICK, fit_layer
@@ -95,10 +95,12 @@ def fit(batch: list[LayerInputs], exact: Float[Tensor, "b h t dv"], options: Rep
     """
     if obstacle(batch[0]) is not None:
         return None
-    candidate, _ = build_replacement(batch[0], options)
+    candidate, _ = build_replacement(batch[0], options, positions=batch[0].positions)
     q, k, v = streams(batch)
     with torch.enable_grad():
-        fit_layer(candidate, q, k, v, exact, dataclasses.replace(FIT, heldout=int(len(batch) > 2)))
+        fit_layer(
+            candidate, q, k, v, exact, dataclasses.replace(FIT, heldout=int(len(batch) > 2)), rotary=angles(batch)
+        )
     return candidate.requires_grad_(False)
 
 
@@ -112,7 +114,7 @@ def monotonicity(candidate: Mechanism, inputs: LayerInputs, rows: int = 16) -> F
     picked = torch.linspace(half, inputs.length - 1, min(rows, inputs.length - half)).long()
     far = max(2, half - getattr(candidate, "window", 0))
     with torch.no_grad():
-        read = candidate.read(None, q, k, v)
+        read = candidate.read(None, q, k, v, rotary=angles([inputs]))
     fq, fk = (read.q, read.k) if read.fq is None or read.fk is None else (read.fq, read.fk)
     scores, logits = (
         x[:, picked] @ y[:, :far].repeat_interleave(inputs.group, 0).mT

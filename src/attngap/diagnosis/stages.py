@@ -22,6 +22,7 @@ from attngap.heads.obstacles import obstacle
 from attngap.heads.replacement import build_replacement, output, relative_error
 from attngap.models.capture import Call, capture
 from attngap.models.plan import Replacement
+from attngap.models.positions import layer_positions
 from attngap.progress import progress
 from attngap.storage.checkpoint import Checkpoint
 
@@ -86,6 +87,7 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
             "only models whose layers are alike are supported"
         )
     heads, kv_heads, dim = sizes.pop()
+    layer_positions(model)  # noted for the fits: their features shall be those of a conversion
     return Shape(
         layers=len(own),
         heads=heads,
@@ -173,7 +175,7 @@ def load_fit(run: DiagnosisRun, layer: int, one: LayerInputs):
     """The layer's fitted replacement from its piece; None where a layer cannot be replaced."""
     if obstacle(one) is not None:
         return None
-    candidate, _ = build_replacement(one, run.replacement)
+    candidate, _ = build_replacement(one, run.replacement, positions=one.positions)
     candidate.load_state_dict(run.checkpoint.require(f"fit-{layer}"))
     return candidate.requires_grad_(False)
 

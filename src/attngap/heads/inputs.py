@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attngap.mechanisms.rotary import Angles
 from attngap.models.capture import Call
 from attngap.models.masks import readable
+from attngap.models.positions import Positions, positions_of
 
 # Below every logit yet finite: exp gives 0 and 0 * FORBIDDEN stays 0, where -inf would give NaN.
 FORBIDDEN = -1e30
@@ -26,6 +28,8 @@ class LayerInputs:
     bias: Float[Tensor, "h t s"] | None = None
     linear: tuple[int, ...] = ()  # heads that are linear already: these queries and keys do not say what they read
     mixing: Float[Tensor, "l t s"] | None = None  # logarithms of those heads' weights, set by the diagnosis
+    rotary: Angles | None = None  # cos and sin, (1, t, w), that q and k were turned by
+    positions: Positions | None = None  # how q and k know theirs, where `layer_positions` was asked
 
     @property
     def heads(self) -> int:
@@ -130,7 +134,7 @@ def layer_inputs(call: Call) -> Iterator[LayerInputs]:
         bias = None if call.bias is None else call.bias[min(i, call.bias.shape[0] - 1)]
         allowed = _allowed(call, i)
         if allowed is None:
-            yield LayerInputs(q, k, v, call.causal, None, bias, call.linear)
+            yield LayerInputs(q, k, v, call.causal, None, bias, call.linear, None, *_turned(call, i, None))
             continue
         keys = allowed.any(0) if call.cross else allowed.diagonal()
         rows = torch.ones_like(allowed[:, 0]) if call.cross else keys
@@ -139,7 +143,16 @@ def layer_inputs(call: Call) -> Iterator[LayerInputs]:
             bias = None if bias is None else bias[:, rows][:, :, keys]
         causal = not call.cross and not bool(allowed.triu(1).any())
         full = bool((allowed | allowed.new_ones(allowed.shape).triu(1)).all()) if causal else bool(allowed.all())
-        yield LayerInputs(q, k, v, causal, None if full else allowed, bias, call.linear)
+        turned = _turned(call, i, rows)
+        yield LayerInputs(q, k, v, causal, None if full else allowed, bias, call.linear, None, *turned)
+
+
+def _turned(call: Call, i: int, rows: Tensor | None) -> tuple[Angles | None, Positions | None]:
+    """Cos and sin of the real tokens of sequence i, and how they are used."""
+    if call.rotary is None or call.cross:
+        return None, positions_of(call.module)
+    cos, sin = (x[min(i, len(x) - 1)][None] for x in call.rotary)
+    return (cos, sin) if rows is None else (cos[:, rows], sin[:, rows]), positions_of(call.module)
 
 
 def _allowed(call: Call, i: int) -> Bool[Tensor, "t s"] | None:

@@ -12,6 +12,7 @@ from attngap.heads.inputs import LayerInputs
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import catalogue, mechanism, mechanism_class
 from attngap.mechanisms.feature_maps import FEATURE_MAPS, Prototype
+from attngap.mechanisms.rotary import Angles
 from attngap.models.plan import Replacement
 from attngap.models.positions import Positions
 
@@ -104,7 +105,7 @@ def output(replacement: Mechanism, inputs: LayerInputs) -> Float[Tensor, "h t dv
     """The replacement's output on one sequence."""
     q, k, v = streams([inputs])
     with torch.no_grad():
-        return replacement(None, q, k, v)[1][0]
+        return replacement(None, q, k, v, rotary=angles([inputs]))[1][0]
 
 
 def streams(batch: Iterable[LayerInputs]) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,6 +117,14 @@ def streams(batch: Iterable[LayerInputs]) -> tuple[Tensor, Tensor, Tensor]:
         torch.stack([inputs.k for inputs in batch]),
         torch.stack([inputs.v for inputs in batch]),
     )
+
+
+def angles(batch: Iterable[LayerInputs]) -> Angles | None:
+    """The cos and sin of the same sequences, (b, t, w) each."""
+    found = [inputs.rotary for inputs in batch]
+    if any(each is None for each in found):
+        return None
+    return torch.cat([each[0] for each in found if each]), torch.cat([each[1] for each in found if each])
 
 
 def relative_error(found: Float[Tensor, "h t dv"], exact: Float[Tensor, "h t dv"]) -> Float[Tensor, " h"]:

@@ -7,10 +7,11 @@ of turning them back is right exactly if it makes them equal.
 
 import dataclasses
 import inspect
+import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attngap.mechanisms.rotary import Angles, Rotary, every_layout
@@ -18,6 +19,9 @@ from attngap.models.capture import Call, capture
 
 LENGTH = 48  # places looked at, where the model has as many
 TOLERANCE = 1e-2  # of the size of a vector: half precision rounds by 0.004, a wrong layout is off by far more
+
+
+_FOUND: "weakref.WeakKeyDictionary[nn.Module, Positions]" = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ def layer_positions(model: PreTrainedModel) -> list[Positions]:
     def look(call: Call) -> None:
         if not call.cross:
             found.append(find_positions(call.q, call.k, call.rotary))
+            _FOUND[call.module] = found[-1]
 
     config: Any = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or LENGTH
@@ -51,6 +56,11 @@ def layer_positions(model: PreTrainedModel) -> list[Positions]:
     finally:
         model.train(was_training)
     return found
+
+
+def positions_of(module: nn.Module) -> Positions | None:
+    """What `layer_positions` has found for an attention module; None before it was asked."""
+    return _FOUND.get(module)
 
 
 def find_positions(q: Tensor, k: Tensor, angles: Angles | None) -> Positions:
