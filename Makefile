@@ -14,7 +14,7 @@ define took
 echo "make $@ took $$((seconds / 60)) min $$((seconds % 60)) s; $(VENV) holds $$(du -sh $(VENV)/ | cut -f1)."; echo $(1)
 endef
 
-.PHONY: demo test test-all lint format bench docs fresh clean
+.PHONY: demo test test-all trust lint format bench docs fresh clean
 .DEFAULT_GOAL := demo
 
 $(BIN)/python:
@@ -50,6 +50,10 @@ test: $(VENV)/.dev  ## everything that takes minutes
 
 test-all: $(VENV)/.dev  ## also what is marked slow
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+
+trust: $(VENV)/.dev  ## hours: every architecture, thousands of damaged files; see docs/reliability.md
+	$(BIN)/python tools/conformance.py
+	ATTNGAP_MUTATIONS=4000 $(BIN)/python -m pytest tests/test_mutated_files.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from attngap.errors import AttngapError
-from attngap.models.cache import MixedLayer, cache_bytes
+from attngap.models.cache import MixedLayer, cache_bytes, fill
+from attngap.models.compat import tokens_in
 from attngap.models.swap import swap
 from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
 
@@ -151,5 +152,52 @@ def test_a_model_that_drops_the_cache_on_the_way_is_told_so():
     layer = MixedLayer(torch.tensor([0]))
     k = torch.zeros(1, 2, 3, 4)
     layer.update(k, k)
-    with pytest.raises(AttngapError, match="changes its keys between cache and attention"):
+    with pytest.raises(AttngapError, match="fills its cache without attending to it"):
         layer.update(k, k)
+
+
+def test_assisted_and_prompt_lookup_decoding_give_the_same_tokens():
+    model = converted()
+    expected = generate(model)
+    assert torch.equal(generate(model, prompt_lookup_num_tokens=4), expected)
+    assert torch.equal(generate(model, assistant_model=tiny()), expected)
+    assert torch.equal(generate(tiny(), assistant_model=model), generate(tiny()))
+
+
+def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been():
+    model = converted()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        cache.activate_past_recording()
+        for length, taken_back in ((5, 3), (4, 4), (2, 0)):
+            model(PROMPT[:, :length] + 1, past_key_values=cache)
+            cache.crop(-taken_back)
+        whole = torch.cat((PROMPT, PROMPT[:, :2] + 1, PROMPT[:, :2] + 1, PROMPT[:, :1]), 1)
+        found = model(PROMPT[:, :1], past_key_values=cache).logits
+        exact = model(whole, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(found, exact, atol=2e-4, rtol=1e-4)
+
+
+def test_what_was_not_recorded_cannot_be_taken_back():
+    model = converted()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+    with pytest.raises(AttngapError, match="cannot take back 2 tokens, it remembers 0"):
+        cache.crop(-2)
+
+
+def test_a_filled_cache_holds_what_a_real_one_would():
+    """Sliding windows hold their window, states their state: the receipt counts no cache that does not exist."""
+    from tests.zoo_architectures import architectures
+
+    for name in ("gemma3_text", "qwen3_next", "falcon_h1"):
+        model = next(each for each in architectures("causal") if each.name == name).build()
+        real, pretended = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(torch.ones(1, 40, dtype=torch.long), past_key_values=real, use_cache=True)
+            model(torch.ones(1, 12, dtype=torch.long), past_key_values=pretended, use_cache=True)
+        fill(pretended, 40, torch.Generator().manual_seed(0))
+        assert cache_bytes(pretended) == cache_bytes(real), name
+        assert tokens_in(pretended) == tokens_in(real) == 40

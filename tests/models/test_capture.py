@@ -1,5 +1,7 @@
 """Watching a model leaves its outputs and itself as they were, on every family."""
 
+import threading
+
 import pytest
 import tiny_models
 import torch
@@ -7,6 +9,8 @@ import transformers as tf
 
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
+from tests.tiny_models import make, tokens
+from tests.zoo_architectures import architectures
 
 FAMILIES = sorted(tiny_models.FAMILIES)
 
@@ -140,3 +144,88 @@ def test_a_model_without_the_interface_is_refused():
     model = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(AttngapError, match="does not use transformers' attention interface"):
         capture(model, lambda call: None).__enter__()
+
+
+def test_other_threads_are_computed_and_not_seen():
+    model = make("llama")
+    exact = model(tokens(1, 16)).logits
+    seen, found = [], []
+
+    def observe(call):
+        seen.append(call.layer)
+        if call.layer == 0:
+            other = threading.Thread(target=lambda: found.append(model(tokens(1, 16)).logits))
+            other.start()
+            other.join()
+
+    with capture(model, observe):
+        model(tokens(1, 16))
+    assert seen == [0, 1]
+    assert torch.equal(found[0], exact)
+
+
+def test_a_second_capture_of_the_same_model_is_refused_and_harms_nothing():
+    model = make("llama")
+    with capture(model, lambda call: None):
+        for other in (model, model.base_model):
+            with pytest.raises(AttngapError, match="is being captured already"), capture(other, lambda call: None):
+                pass
+    with (
+        capture(model.base_model, lambda call: None),
+        pytest.raises(AttngapError, match="is being captured already"),
+        capture(model, lambda call: None),
+    ):
+        pass
+    assert model.config._attn_implementation == "sdpa"
+    calls = []
+    with capture(model, calls.append):
+        model(tokens(1, 16))
+    assert [call.layer for call in calls] == [0, 1]
+
+
+def test_many_threads_on_one_model_leave_it_usable():
+    model = make("llama")
+    exact = model(tokens(1, 16)).logits
+    errors = []
+
+    def use():
+        for _ in range(10):
+            try:
+                with capture(model, lambda call: None):
+                    model(tokens(1, 16))
+            except AttngapError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert all("is being captured already" in error for error in errors)
+    assert torch.equal(model(tokens(1, 16)).logits, exact)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_two_models_of_one_config_do_not_disturb_each_other():
+    model = make("llama")
+    other = type(model)(model.config).eval()
+    exact, seen = other(tokens(1, 16)).logits, []
+    with capture(model, lambda call: seen.append(call.layer)):
+        assert torch.equal(other(tokens(1, 16)).logits, exact)
+        assert other.config._attn_implementation == "sdpa"
+    assert not seen
+
+
+def test_what_the_captured_tensors_do_not_explain_is_refused_by_name():
+    doge = next(each for each in architectures("causal") if each.name == "doge").build()
+    with (
+        pytest.raises(AttngapError, match=r"DogeAttention of DogeForCausalLM computes something else than softmax"),
+        capture(doge, lambda call: None),
+    ):
+        doge(tokens(1, 16))
+
+
+def test_a_model_without_attention_is_told_so():
+    mamba = next(each for each in architectures("causal") if each.name == "mamba").build()
+    with pytest.raises(AttngapError, match="has no softmax attention"), capture(mamba, lambda call: None):
+        pass

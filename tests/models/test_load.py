@@ -6,6 +6,8 @@ import json
 import pytest
 import tiny_models
 import torch
+import transformers as tf
+from safetensors.torch import save_file
 
 from attngap.errors import AttngapError
 from attngap.models import load as module
@@ -122,3 +124,30 @@ def test_minilm_comes_from_its_wheel():
     model, tokenizer = load("minilm")
     assert type(model).__name__ == "BertModel"
     assert tokenizer.cls_token == "[CLS]"
+
+
+def test_a_checkpoint_that_lacks_or_has_other_weights_is_refused(tmp_path):
+    model = tiny_models.make("llama")
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for folder, change, message in (
+        ("missing", lambda w: w.pop("model.layers.0.self_attn.q_proj.weight"), r"lacks 1 weights.*q_proj"),
+        (
+            "extra",
+            lambda w: w.update({"model.layers.0.other.weight": torch.ones(2)}),
+            r"has 1 weights that.*other",
+        ),
+    ):
+        here = dict(weights)
+        change(here)
+        model.save_pretrained(tmp_path / folder)
+        save_file(here, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        tiny_models.tokenizer().save_pretrained(tmp_path / folder)
+        with pytest.raises(AttngapError, match=message):
+            load(tmp_path / folder)
+
+
+def test_models_that_read_no_text_are_refused_in_a_line(tmp_path):
+    tf.ViTModel(tf.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+                             image_size=8, patch_size=4)).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(AttngapError, match=r"ViTModel reads pixel_values. Only models that read text"):
+        load(tmp_path)

@@ -1,11 +1,13 @@
+import copy
 import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import attngap
 from attngap.conversion.evaluate import Measures
@@ -57,7 +59,8 @@ def test_adapter_round_trip_to_the_bit(base, tmp_path):
         assert torch.equal(logits(again), logits(model))
     assert AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids == words("abc").input_ids
     assert (tmp_path / "adapter.safetensors").stat().st_size < (base / "model.safetensors").stat().st_size
-    assert record(attngap.load(tmp_path)[0]) == record(model)
+    again = record(attngap.load(tmp_path)[0])
+    assert (again.layers, again.plan, again.base) == (record(model).layers, record(model).plan, record(model).base)
 
 
 def test_a_full_folder_needs_nothing_else(base, tmp_path):
@@ -135,8 +138,11 @@ def test_lora_is_saved_and_loaded(base, tmp_path):
     ("change", "message"),
     [
         (lambda text: text.replace('"layers"', '"layres"'), r"attngap.json' is wrong at 'layers': Field required"),
-        (lambda text: text.replace("attngap.conversion/1", "attngap.conversion/9"), r"is wrong at 'schema'"),
-        (lambda text: text.replace('"keep":[1]', '"keep":[]').replace('"layer":0', '"layer":7'), r"No layer 7"),
+        (lambda text: text.replace("attngap.conversion/2", "attngap.conversion/9"), r"is wrong at 'schema'"),
+        (
+            lambda text: text.replace('"keep":[1]', '"keep":[]').replace('"layer":0', '"layer":7'),
+            r"was changed after it was written",
+        ),
     ],
 )
 def test_a_damaged_record_is_refused(base, tmp_path, change, message):
@@ -152,7 +158,7 @@ def test_damaged_weights_are_refused(base, tmp_path):
     _, words, model = converted(base)
     save(model, tmp_path, tokenizer=words)
     (tmp_path / "adapter.safetensors").write_bytes(b"nothing")
-    with pytest.raises(AttngapError, match=r"Cannot read .*adapter.safetensors.*Convert the model again"):
+    with pytest.raises(AttngapError, match=r"adapter.safetensors' is damaged or another conversion's"):
         load_converted(tmp_path)
 
 
@@ -183,3 +189,118 @@ def test_an_encoder_is_saved_and_opened_by_automodel(tmp_path):
     with torch.no_grad():
         again = AutoModel.from_pretrained(tmp_path / "fast")(TOKENS).last_hidden_state
         assert torch.equal(again, result(TOKENS).last_hidden_state)
+
+
+@pytest.fixture(scope="module")
+def made(base):
+    return converted(base)
+
+
+def changed(made):
+    """A copy that was trained for one step."""
+    _, words, model = made
+    model = copy.deepcopy(model).train()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    return model.eval(), words
+
+
+def test_what_training_changed_is_written(made, tmp_path):
+    model, words = changed(made)
+    assert not torch.equal(logits(model), logits(made[2]))
+    for folder, original in ((tmp_path / "adapter", None), (tmp_path / "whole", made[0])):
+        save(model, folder, tokenizer=words, original=original)
+        assert torch.equal(logits(attngap.load(folder)[0]), logits(model))
+
+
+def test_save_pretrained_and_the_trainer_write_the_conversion(made, tmp_path):
+    model, words = changed(made)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+    options = TrainingArguments(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True)
+    Trainer(model, options, processing_class=words).save_model(str(tmp_path / "trained"))
+    assert torch.equal(logits(attngap.load(tmp_path / "trained")[0]), logits(model))
+
+
+def test_a_cast_model_is_saved_as_it_is(made, tmp_path):
+    model = copy.deepcopy(made[2]).to(torch.bfloat16)
+    save(model, tmp_path, tokenizer=made[1])
+    again = attngap.load(tmp_path, dtype=torch.bfloat16)[0]
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"dtype": torch.float16}, {"device_map": "cpu"}, {"local_files_only": True}]
+)
+def test_ordinary_arguments_of_from_pretrained_work(made, tmp_path, options):
+    save(made[2], tmp_path, tokenizer=made[1])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    wanted = options.get("dtype", torch.float32)
+    assert model.dtype == (getattr(torch, wanted) if isinstance(wanted, str) else wanted)
+    assert (logits(model).float() - logits(made[2])).norm() < 0.1 * logits(made[2]).norm()
+
+
+def test_arguments_that_are_not_taken_are_named_and_no_others(made, tmp_path):
+    save(made[2], tmp_path, tokenizer=made[1])
+    with pytest.raises(AttngapError, match=r"does not take quantization_config\. It takes dtype, device_map"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config={"bits": 4})
+    with pytest.raises(AttngapError, match="would undo the conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+
+
+def test_a_relative_base_is_found_from_everywhere_and_never_asked_of_the_hub(tmp_path, monkeypatch):
+    for name in ("models/tiny", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    tiny().save_pretrained(tmp_path / "models/tiny")
+    tokenizer().save_pretrained(tmp_path / "models/tiny")
+    monkeypatch.chdir(tmp_path)
+    _, words, model = converted("models/tiny")
+    save(model, "fast", tokenizer=words)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert torch.equal(logits(attngap.load("../fast")[0]), logits(model))
+    (tmp_path / "models").rename(tmp_path / "moved")
+    monkeypatch.setattr(socket, "socket", lambda *a, **k: pytest.fail("asked the network"))
+    with pytest.raises(AttngapError, match=r"is an adapter of .*models/tiny', which did not load. No model at"):
+        attngap.load("../fast")
+
+
+def edit(folder, change):
+    record = json.loads((folder / "attngap.json").read_text())
+    change(record)
+    (folder / "attngap.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["layers"][0]["options"].pop("window"),
+        lambda r: r["layers"][0]["options"].update(relative="no"),
+        lambda r: r["layers"][0]["options"]["map_options"].update(features=10**9),
+        lambda r: r["layers"][0].update(keep=[]),
+        lambda r: r.update(lora=4),
+        lambda r: r.pop("lora"),
+        lambda r: r.pop("seal"),
+        lambda r: r["layers"][0].update(heads="4"),
+    ],
+)
+def test_an_edited_record_is_refused_before_anything_is_built(made, tmp_path, change):
+    save(made[2], tmp_path, tokenizer=made[1])
+    edit(tmp_path, change)
+    with pytest.raises(AttngapError, match=r"was changed after it was written|is wrong at"):
+        attngap.load(tmp_path)
+
+
+def test_one_flipped_bit_of_the_adapter_is_refused(made, tmp_path):
+    save(made[2], tmp_path, tokenizer=made[1])
+    data = bytearray((tmp_path / "adapter.safetensors").read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "adapter.safetensors").write_bytes(data)
+    with pytest.raises(AttngapError, match="is damaged or another conversion's"):
+        attngap.load(tmp_path)
+
+
+def test_a_folder_that_is_its_own_base_is_refused(made, tmp_path):
+    save(made[2], tmp_path, tokenizer=made[1])
+    edit(tmp_path, lambda r: r["base"].update(name=str(tmp_path)))
+    with pytest.raises(AttngapError, match="names itself as the model it was converted from"):
+        attngap.load(tmp_path)

@@ -38,7 +38,7 @@ def generate(
     from attngap.models.load import load
 
     loaded, tokenizer = load(model)
-    if loaded.get_output_embeddings() is None:
+    if not loaded.can_generate():
         raise AttngapError(f"'{model}' is an encoder, which writes no text. Use attngap.load and call the model")
     if chat:
         prompt = in_template(tokenizer, prompt)

@@ -23,7 +23,7 @@ from attngap.conversion.receipt import (
 )
 from attngap.conversion.speed import Speed, speeds
 from attngap.errors import AttngapError
-from attngap.heads.forward import is_language_model
+from attngap.heads.forward import predicts_next
 from attngap.heads.passages import passages
 from attngap.heads.replacement import window_only
 from attngap.mechanisms.variants.hybrid import Hybrid
@@ -107,16 +107,16 @@ def measure(
     with _noting("quality", notes):
         models = pair | (baselines(original, converted, seed=measures.seed) if measures.baselines else {})
         tokens = _passages(tokenizer, text, measures, context)
-        quality = on_text(models, tokens, is_language_model=is_language_model(original))
-        if is_language_model(original) and measures.trials:
+        quality = on_text(models, tokens, is_language_model=predicts_next(original))
+        if predicts_next(original) and measures.trials:
             with _noting("recall", notes):
                 _recall(models, tokenizer, text, quality, measures, context)
     parts = _parts(original, converted, measures)
     rows: list[AtLength] = []
-    for length in _reachable(original, measures.by_length) if is_language_model(original) else ():
+    for length in _reachable(original, measures.by_length) if predicts_next(original) else ():
         with _noting(f"quality at {length:,} tokens", notes):
             rows += at_length(parts, tokenizer, text if measures.text is None else measures.text, length)
-    if is_language_model(original):
+    if predicts_next(original):
         with _noting("speed", notes):
             speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to)
     return Figures(quality, speed, notes, rows)

@@ -13,8 +13,10 @@ from attngap.conversion.options import ConversionOptions
 from attngap.conversion.receipt import Receipt
 from attngap.conversion.run import ConversionRun
 from attngap.errors import AttngapError
-from attngap.heads.forward import is_language_model
+from attngap.heads.forward import predicts_next
+from attngap.heads.passages import check_tokenizer, longest
 from attngap.heads.replacement import build_replacement, resolve_replacement
+from attngap.models.mode import in_evaluation
 from attngap.models.plan import Plan, Replacement, architecture
 from attngap.models.positions import layer_positions
 from attngap.models.save import CARD, RECORD, Base, describe, mark, record, save, weights_hash
@@ -27,6 +29,7 @@ KIND = "converted model"
 SAVED = "saved"  # the piece that says that the model in the folder is this run's
 
 
+@in_evaluation
 def linearize(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -64,6 +67,7 @@ def linearize(
     if plan is None:
         plan = Plan.for_model(model, name or _name(model), Replacement(), options.granularity)
     plan.check(model)
+    check_tokenizer(model, tokenizer)
     _check_kept(plan, shapes)
     replacement, standalone = resolve_replacement(plan.replacement, options.mechanism, options.window, options.sinks)
     where = layer_positions(model)
@@ -146,10 +150,15 @@ def _name(model: PreTrainedModel) -> str:
 
 
 def _check_model(model: PreTrainedModel, options: ConversionOptions) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if model.config.is_encoder_decoder:
+        raise AttngapError(
+            f"{type(model).__name__} is an encoder with a decoder; these are diagnosed but not converted. Give one "
+            "that is either"
+        )
+    limit = longest(model)
     if limit is not None and options.context > limit:
         raise AttngapError(f"context {options.context} is beyond the model's {limit} positions. Give at most {limit}")
-    if options.max_ppl_ratio is not None and not is_language_model(model):
+    if options.max_ppl_ratio is not None and not predicts_next(model):
         raise AttngapError("max_ppl_ratio needs a language model; an encoder has no perplexity. Give keep or a plan")
 
 
@@ -159,6 +168,6 @@ def _check_kept(plan: Plan, shapes: list[LayerShape]) -> None:
     for layer, head in plan.replaced():
         if layer not in able:
             raise AttngapError(
-                f"The plan replaces head {layer}.{head}, but that layer has a sliding window or a position bias of its "
-                "own and stays softmax. Keep its heads"
+                f"The plan replaces head {layer}.{head}, but that layer stays softmax: it has a sliding window or a "
+                "position bias, shares its keys, or is not there. Keep its heads"
             )

@@ -20,7 +20,7 @@ from attngap.conversion.quality import perplexity
 from attngap.conversion.receipt import Receipt
 from attngap.conversion.slices import SliceReference
 from attngap.heads.choice import Keep, best_heads
-from attngap.heads.forward import is_language_model
+from attngap.heads.forward import predicts_next
 from attngap.heads.passages import passages
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions
@@ -57,7 +57,7 @@ class ConversionRun:
     ):
         self.model, self.tokenizer, self.plan, self.text = model, tokenizer, plan, text
         self.options, self.mechanisms, self.checkpoint, self.quiet = options, mechanisms, checkpoint, quiet
-        self.is_language_model = is_language_model(model)
+        self.is_language_model = predicts_next(model)
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.errors: Tensor | None = None

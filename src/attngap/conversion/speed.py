@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from transformers import DynamicCache, PreTrainedModel
 
-from attngap.models.cache import MixedLayer, cache_bytes
+from attngap.models.cache import cache_bytes, fill
 
 DECODED = 12  # tokens timed, of which the median counts
 PROMPT = 160  # longer than a window, so that the state is in use
@@ -49,7 +49,9 @@ def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
     """Decoding is timed on a cache whose older keys are random numbers: its speed does not depend on what they are."""
     rate = None
     if prefill:
-        tokens = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            model.config.get_text_config().vocab_size, (1, context), generator=torch.Generator().manual_seed(0)
+        )
         start = time.perf_counter()
         model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
         rate = context / (time.perf_counter() - start)
@@ -68,16 +70,5 @@ def filled(model: PreTrainedModel, context: int) -> DynamicCache:
     """A cache of `context` tokens: a short prompt for real, the rest random keys and values."""
     cache = DynamicCache(config=model.config)
     model(torch.zeros(1, min(PROMPT, context), dtype=torch.long), past_key_values=cache, use_cache=True)
-    generator = torch.Generator().manual_seed(0)
-    for layer in cache.layers:
-        held: Any = layer
-        more = context - held.get_seq_length()
-        for name in ("keys", "values"):
-            x = getattr(held, name)
-            new = torch.randn(*x.shape[:2], more, x.shape[3], generator=generator).to(x)
-            setattr(held, name, torch.cat((x, new), 2))
-        if isinstance(layer, MixedLayer):
-            layer.room = {}
-            layer.seen += more
-            layer.count = layer.count + more
+    fill(cache, context, torch.Generator().manual_seed(0))
     return cache

@@ -24,8 +24,9 @@ from attngap.diagnosis.stages import (
 from attngap.diagnosis.verdicts import set_verdicts
 from attngap.diagnosis.verify import verify as measure_damage
 from attngap.errors import AttngapError
-from attngap.heads.passages import PERIOD, stress
+from attngap.heads.passages import PERIOD, check_tokenizer, longest, stress
 from attngap.heads.passages import passages as cut
+from attngap.models.mode import in_evaluation
 from attngap.models.plan import ModelFacts, architecture, fingerprint
 from attngap.options import KEEP
 from attngap.provenance import provenance
@@ -38,6 +39,7 @@ VERIFY_PASSAGES = 4
 VERIFY_CONTEXT = 512
 
 
+@in_evaluation
 def diagnose(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -63,6 +65,7 @@ def diagnose(
     folder = None if directory is None else Path(directory)
     if folder is not None:
         check_output(folder, RESULT, "diagnosis", overwrite=overwrite)
+    check_tokenizer(model, tokenizer)
     _check_context(model, options.context)
     context, seed = options.context, options.seed
     calibration = cut(tokenizer, text, context=context, count=options.passages, seed=seed)
@@ -201,7 +204,7 @@ def _held_out(tokenizer, text, context: int, seed: int):
 
 
 def _check_context(model: PreTrainedModel, context: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = longest(model)
     if limit is not None and context > limit:
         raise AttngapError(
             f"context {context} is beyond the model's {limit} positions. Give a context of at most {limit}"

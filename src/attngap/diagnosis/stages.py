@@ -21,6 +21,7 @@ from attngap.heads.inputs import LayerInputs, layer_inputs
 from attngap.heads.obstacles import obstacle
 from attngap.heads.replacement import build_replacement, output, relative_error
 from attngap.models.capture import Call, capture
+from attngap.models.mode import tokens_suffice
 from attngap.models.plan import Replacement
 from attngap.models.positions import layer_positions
 from attngap.progress import progress
@@ -77,9 +78,11 @@ class DiagnosisRun:
 def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
     """Look at a few tokens: how many layers and heads there are, and whether the model can be watched at all."""
     seen: list[Call] = []
-    with torch.no_grad(), capture(model, lambda call: seen.append(call)):
+    with tokens_suffice(model), torch.no_grad(), capture(model, lambda call: seen.append(call)):
         forward(model, tokens[:, :8])
     own = [call for call in seen if not call.cross]
+    if not own:
+        raise AttngapError(f"{type(model).__name__} has no softmax attention: there is no head to look at")
     sizes = {(call.heads, call.kv_heads, call.q.shape[-1]) for call in own}
     if len(sizes) != 1:
         raise AttngapError(

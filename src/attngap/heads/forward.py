@@ -43,3 +43,8 @@ def embedding(result: Any) -> Float[Tensor, "b d"]:
 def is_language_model(model: PreTrainedModel) -> bool:
     """Whether the model predicts tokens, so that damage is a KL divergence; an encoder's is a change of its states."""
     return model.get_output_embeddings() is not None
+
+
+def predicts_next(model: PreTrainedModel) -> bool:
+    """Whether the model writes text; a masked language model predicts tokens too, but none that comes next."""
+    return is_language_model(model) and model.can_generate()

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.errors import AttngapError
 
@@ -64,6 +64,26 @@ def stress(
     pick = pick.repeat(-(-period // len(pick)))[:period]
     once = ordinary[pick].tolist()
     return torch.tensor([[*prefix, *once, *once, *suffix]]), period
+
+
+def longest(model: PreTrainedModel) -> int | None:
+    """The longest passage that the model has positions for, None when it does not say."""
+    said = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    table = next((part for name, part in model.named_modules() if name.endswith("position_embeddings")), None)
+    if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        return table.num_embeddings - table.padding_idx - 1  # RoBERTa counts from behind the padding's number
+    return said
+
+
+def check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose tokens the model has no embedding for."""
+    known = model.get_input_embeddings()
+    rows = getattr(known, "num_embeddings", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise AttngapError(
+            f"The tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together. Give "
+            "the model's own tokenizer, or resize_token_embeddings"
+        )
 
 
 def read(paths: Sequence[str | Path]) -> list[str]:

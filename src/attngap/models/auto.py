@@ -9,6 +9,7 @@ flag: `import attngap` does so where transformers is loaded already, and so does
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,6 +23,10 @@ from attngap.errors import AttngapError
 
 MODEL_TYPE = "attngap"
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM)
+PASSED_ON = ("device_map", "local_files_only", "trust_remote_code")  # to the loading of the base model
+# What the Auto classes put in on their own; nobody asked for it.
+OWN = ("config", "adapter_kwargs", "name_or_path", "code_revision", "revision", "weights_only")
+OWN += ("_from_auto", "_commit_hash")
 CODE_FILE = "attngap_model.py"
 CODE = '''"""Lets transformers open this converted model with trust_remote_code=True. It needs: pip install attngap"""
 
@@ -54,19 +59,40 @@ class ConvertedModel:
 
     @classmethod
     def from_pretrained(
-        cls, path: Any, *args: Any, config: Any = None, dtype: Any = None, torch_dtype: Any = None, **options: Any
+        cls,
+        path: Any,
+        *args: Any,
+        dtype: Any = None,
+        torch_dtype: Any = None,
+        attn_implementation: str | None = None,
+        **options: Any,
     ) -> PreTrainedModel:
-        from attngap.models.save import load_converted
+        from attngap.models.save import load_converted_model
 
-        ignored = {name for name, value in options.items() if value not in (None, False, "main", "sdpa", MODEL_TYPE)}
-        if ignored - {"adapter_kwargs", "_from_auto", "name_or_path", "code_revision", "trust_remote_code"}:
+        if attn_implementation not in (None, "sdpa", MODEL_TYPE):
             raise AttngapError(
-                f"A converted folder does not take {', '.join(sorted(ignored))}. "
-                "Load it with attngap.load, then move or change the model"
+                f"attn_implementation={attn_implementation!r} would undo the conversion. Load the original for another "
+                "attention"
             )
-        chosen = dtype or torch_dtype
-        model, _ = load_converted(path, dtype=None if chosen == "auto" else chosen)
-        return model
+        refused = [name for name, value in options.items() if value and name not in (*PASSED_ON, *OWN)]
+        if refused:
+            raise AttngapError(
+                f"A converted folder does not take {', '.join(sorted(refused))}. It takes dtype, "
+                f"{', '.join(PASSED_ON)}; load it so, then change the model"
+            )
+        chosen = dtype if dtype is not None else torch_dtype
+        given = {name: options[name] for name in PASSED_ON if options.get(name) is not None}
+        return load_converted_model(Path(path), dtype=_dtype(chosen), **given)
+
+
+def _dtype(chosen: Any) -> torch.dtype | None:
+    """None leaves the base in float32, which is what every figure of a receipt was measured in."""
+    if chosen is None or chosen == "auto" or isinstance(chosen, torch.dtype):
+        return None if chosen == "auto" else chosen
+    found = getattr(torch, str(chosen).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise AttngapError(f"No dtype {chosen!r}. Such as: float32, bfloat16, float16")
+    return found
 
 
 AutoConfig.register(MODEL_TYPE, ConvertedConfig, exist_ok=True)

@@ -1,71 +1,86 @@
 """The cache of a converted layer: full keys and values for groups that keep softmax, a state of constant size for all.
 
-`update` hands back only the new keys and values, and travels with them, so that the attention function finds the state.
+`update` hands back only the new keys and values; the attention call that follows it takes the layer as `pending()` and
+puts away what it read. What attention reads is kept, not what the model hands over, so that models which cache a
+compressed form and expand it (DeepSeek's latent keys) work too.
 """
 
+import dataclasses
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from attngap.errors import AttngapError
-from attngap.mechanisms.base import State
+from attngap.mechanisms.base import Mechanism, State
+from attngap.mechanisms.rotary import Angles
+from attngap.models.compat import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    own_cache,
+    state_tensors,
+    tokens_in,
+)
 
-_CARRIER = "_attngap_cache"
 SPARE = 64  # tokens of room behind the keys and values held in full: they are moved once in so many tokens, not at each
+_HERE = threading.local()
 
 
 class MixedLayer(CacheLayerMixin):
     """Bounded memory for replaced heads; `groups` are the key heads whose full cache some kept head still reads."""
 
-    is_croppable = False  # a state cannot forget the last token
     is_sliding = False
     supports_early_init = False
     keys: Any  # (b, g, seen, d), None before the first update like the two below
     values: Any
     count: Any  # (b,) real tokens seen, padding left out
 
-    def __init__(self, groups: Int[Tensor, " g"]):
+    def __init__(self, groups: Int[Tensor, " g"], layer: int = 0):
         super().__init__()
-        self.groups = groups
+        self.groups, self.layer = groups, layer
         self.state: State | None = None
         self.room: dict[str, Tensor] = {}  # what keys and values are the beginning of
         self.count = None
         self.seen = 0  # tokens seen, padding included
         self.unread = False
+        self.past: _Past | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.groups = self.groups.to(self.device)
-        self.keys = key_states[:, self.groups, :0]
-        self.values = value_states[:, self.groups, :0]
         self.count = torch.zeros(len(key_states), dtype=torch.long, device=self.device)
         self.is_initialized = True
 
-    def update(
-        self,
-        key_states: Float[Tensor, "b h_kv t d"],
-        value_states: Float[Tensor, "b h_kv t dv"],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Announce new tokens; their keys and values come by again in the attention call."""
         if self.unread:
             raise AttngapError(
-                "This model changes its keys between cache and attention, so a converted cache cannot reach its heads. "
+                "This model fills its cache without attending to it, so a converted cache cannot reach its heads. "
                 "Generate with use_cache=False"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if len(self.groups):
-            self.keys = self._append("keys", self.keys, key_states[:, self.groups])
-            self.values = self._append("values", self.values, value_states[:, self.groups])
         self.seen += key_states.shape[2]
         self.unread = True
-        carrier = key_states.view_as(key_states)  # a tensor of its own to hang the cache on
-        setattr(carrier, _CARRIER, self)
-        return carrier, value_states
+        _HERE.layer = self
+        return key_states, value_states
+
+    def append(self, k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"]) -> tuple[Tensor, Tensor]:
+        """All keys and values of the groups that kept heads read, the new ones included."""
+        if self.keys is None:
+            self.keys, self.values = k[:, self.groups, :0], v[:, self.groups, :0]
+        if len(self.groups):
+            self.keys = self._append("keys", self.keys, k[:, self.groups])
+            self.values = self._append("values", self.values, v[:, self.groups])
+        return self.keys, self.values
 
     def _append(self, name: str, held: Tensor, new: Tensor) -> Tensor:
         if held.requires_grad or new.requires_grad:
@@ -79,11 +94,64 @@ class MixedLayer(CacheLayerMixin):
         room[:, :, before:after] = new
         return room[:, :, :after]
 
-    def advance(self, state: State, real: Tensor | None, length: int) -> None:
-        """Keep the state after `length` new tokens, of which `real` are no padding."""
-        self.state = state
+    def compute(
+        self,
+        mechanism: Mechanism,
+        q: Float[Tensor, "b h t d"],
+        k: Float[Tensor, "b h_kv t d"],
+        v: Float[Tensor, "b h_kv t dv"],
+        real: Bool[Tensor, "b t"] | None,
+        rotary: Angles | None = None,
+    ) -> Float[Tensor, "b h t dv"]:
+        """The mechanism's output for new tokens; the state moves on."""
+        step = _Step(mechanism, q, k, v, real, rotary)
+        if self.past is not None:
+            self.past.steps.append(step)
+        return self._advance(step)
+
+    def _advance(self, step: "_Step") -> Tensor:
+        mechanism, tokens = step.mechanism, (step.q, step.k, step.v)
+        if self.state is None:
+            self.state, out = mechanism(None, *tokens, mask=step.real, rotary=step.rotary)
+        else:
+            streams = mechanism.read(None, *tokens, start=self.count, mask=step.real, rotary=step.rotary)
+            self.state, out = mechanism.advance(streams, self.state)
+        self.passed(step.real, step.length)
+        return out
+
+    def passed(self, real: Bool[Tensor, "b t"] | None, length: int) -> None:
+        """The state has taken in `length` new tokens, of which `real` are no padding."""
         self.count = self.count + (length if real is None else real.sum(1))
         self.unread = False
+
+    @property
+    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A state cannot forget a token; only one that was told to remember how it was can go back."""
+        return self.past is not None
+
+    def activate_past_recording(self) -> None:
+        """From now on keep what is needed to take tokens back: assisted decoding proposes and withdraws them."""
+        self.past = _Past(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens (a negative number, as everywhere in transformers)."""
+        if not self.is_initialized or (tokens_to_remove == 0 and self.past is None):
+            return
+        if self.past is None or -tokens_to_remove > self.past.tokens or tokens_to_remove > 0:
+            kept = 0 if self.past is None else self.past.tokens
+            raise AttngapError(
+                f"A converted model's state cannot take back {abs(tokens_to_remove)} tokens, it remembers {kept}. "
+                "Decode without an assistant, or call activate_past_recording() on the cache first"
+            )
+        left = self.past.tokens + tokens_to_remove
+        self.seen += tokens_to_remove
+        if tokens_to_remove and self.keys is not None:
+            self.keys, self.values = (x[:, :, : x.shape[2] + tokens_to_remove] for x in (self.keys, self.values))
+        if tokens_to_remove:
+            self.state, self.count = self.past.state, self.past.count
+            for step in self.past.first(left):
+                self._advance(step)
+        self.past = _Past(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
@@ -98,13 +166,14 @@ class MixedLayer(CacheLayerMixin):
         self.keys = self.values = self.state = self.count = None
         self.room = {}
         self.is_initialized, self.unread, self.seen = False, False, 0
+        self.past = None
 
     def reorder_cache(self, beam_idx: Int[Tensor, " n"]) -> None:
         self._choose(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self._choose(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
+            self._choose(torch.arange(len(self.count), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
         self._choose(indices)
@@ -124,47 +193,184 @@ class MixedLayer(CacheLayerMixin):
 
     def _choose(self, rows: Tensor) -> None:
         if self.is_initialized:
-            self._apply(lambda x: x.index_select(0, rows.to(x.device)))
+            self._change(lambda x: x.index_select(0, rows.to(x.device)))
 
     def _move(self, device: torch.device) -> None:
         if self.is_initialized:
-            self._apply(lambda x: x.to(device, non_blocking=True))
+            self._change(lambda x: x.to(device, non_blocking=True))
 
-    def _apply(self, change) -> None:
-        self.keys, self.values, self.count = (change(x) for x in (self.keys, self.values, self.count))
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.count = change(self.count)
+        if self.keys is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
         self.room = {}  # of the tensors as they were
         if self.state is not None:
             self.state = {name: change(x) for name, x in self.state.items()}
+        if self.past is not None:
+            self.past = _Past(self)  # tokens from before cannot be taken back any more
 
 
-def cache_of(key: Tensor) -> MixedLayer | None:
-    """The cache layer that handed out these keys, if any."""
-    return getattr(key, _CARRIER, None)
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What came in with one attention call."""
+
+    mechanism: Mechanism
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor | None
+    rotary: Angles | None
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def first(self, tokens: int) -> "_Step":
+        real = None if self.real is None else self.real[:, :tokens]
+        rotary = None if self.rotary is None else (self.rotary[0][:, :tokens], self.rotary[1][:, :tokens])
+        q, k, v = (x[:, :, :tokens] for x in (self.q, self.k, self.v))
+        return _Step(self.mechanism, q, k, v, real, rotary)
 
 
-def install(cache: Cache, groups: dict[int, Int[Tensor, " g"]]) -> None:
-    """Give a cache that is still empty a mixed layer wherever heads were replaced; `groups` by the layer's index."""
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+class _Past:
+    """A state as it was, and what came in since: enough to compute it again without the last tokens."""
+
+    def __init__(self, layer: MixedLayer):
+        # Copied, because a state is overwritten as it moves on.
+        self.state = None if layer.state is None else {name: x.clone() for name, x in layer.state.items()}
+        self.count = layer.count
+        self.steps: list[_Step] = []
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.length for step in self.steps)
+
+    def first(self, tokens: int) -> list[_Step]:
+        """The steps until so many tokens, the last one cut."""
+        found = []
+        for step in self.steps:
+            if tokens > 0:
+                found.append(step.first(min(tokens, step.length)))
+            tokens -= step.length
+        return found
+
+
+class MixedLayerBesideState(LinearAttentionLayer, MixedLayer):
+    """For layers that run attention beside a state-space mixer of their own (Falcon-H1, Zamba): both parts' caches."""
+
+    is_compileable = False
+    is_croppable = False  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, groups: Int[Tensor, " g"], layer: int, states: int):
+        MixedLayer.__init__(self, groups, layer)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """The state-space part passes its tensors by name, attention by place."""
+        if args:
+            MixedLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def offload(self) -> None:
+        MixedLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        MixedLayer.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        MixedLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " n"]) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # pyright: ignore[reportArgumentType]
+        MixedLayer.reorder_cache(self, beam_idx)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        raise AttngapError("A converted layer beside a state-space mixer cannot take tokens back. Decode plainly")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            self.activate_past_recording()
+
+
+def pending(layer: int) -> MixedLayer | None:
+    """The cache layer that was just updated and waits for its attention call; None when there is no cache."""
+    found = getattr(_HERE, "layer", None)
+    _HERE.layer = None
+    if found is not None and found.layer != layer:
+        raise AttngapError(
+            f"Layer {layer} attends right after the cache of layer {found.layer} was filled; this model's cache cannot "
+            "be followed. Generate with use_cache=False"
+        )
+    return found
+
+
+def forget_pending() -> None:
+    """A new forward pass: an earlier one may have ended in an error between cache and attention."""
+    _HERE.layer = None
+
+
+def install(cache: Cache, groups: dict[int, tuple[int, Int[Tensor, " g"]]]) -> None:
+    """Give a cache that is still empty a mixed layer wherever heads were replaced.
+
+    `groups` by the cache's own index: the layer, and the key heads that some kept head reads.
+    """
+    cache = own_cache(cache)
     if all(index < len(cache.layers) and isinstance(cache.layers[index], MixedLayer) for index in groups):
         return
-    if type(cache) is not DynamicCache or cache.get_seq_length():
+    if type(cache) is not DynamicCache or tokens_in(cache):
         raise AttngapError(
             f"A converted model needs a new DynamicCache, got a {type(cache).__name__} with "
-            f"{cache.get_seq_length()} tokens of another model or kind. Leave cache_implementation unset, or pass "
-            "past_key_values=DynamicCache()"
+            f"{tokens_in(cache)} tokens of another model or kind. Leave cache_implementation unset, or pass "
+            "past_key_values=DynamicCache(config=model.config)"
         )
-    for index, kept in groups.items():
+    for index, (layer, kept) in groups.items():
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
-        cache.layers[index] = MixedLayer(kept)
+        before = cache.layers[index]
+        if isinstance(before, LinearAttentionAndFullAttentionLayer):
+            cache.layers[index] = MixedLayerBesideState(kept, layer, before.number_of_states)
+        else:
+            cache.layers[index] = MixedLayer(kept, layer)
+
+
+def fill(cache: Cache, context: int, generator: torch.Generator) -> None:
+    """Pretend that a cache which holds a few tokens holds `context`: the others are random keys and values.
+
+    A sliding window holds no more than its window, and a layer with a state of its own holds that state.
+    """
+    for layer in own_cache(cache).layers:
+        if not isinstance(layer, CacheLayerMixin):
+            continue
+        more, room = context - layer.get_seq_length(), context
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            room = min(context, layer.sliding_window - 1)
+            layer.cumulative_length += more
+        if isinstance(layer, MixedLayer):
+            layer.room = {}
+            layer.seen += more
+            layer.count = layer.count + more
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            if held is not None:
+                new = torch.randn(*held.shape[:2], room - held.shape[2], held.shape[3], generator=generator).to(held)
+                setattr(layer, name, torch.cat((held, new), 2))
 
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of keys, values and states in a cache of either kind."""
     total = 0
-    for layer in cache.layers:
+    for layer in own_cache(cache).layers:
+        held = state_tensors(layer)
         if isinstance(layer, MixedLayer):
             total += layer.bytes()
         elif isinstance(layer, CacheLayerMixin):
-            total += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
+            held = [*held, *(x for x in (layer.keys, layer.values) if x is not None)]
+        total += sum(x.numel() * x.element_size() for x in held)
     return total

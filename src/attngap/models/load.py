@@ -3,17 +3,17 @@
 import contextlib
 import difflib
 import importlib.util
-import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
 
 from attngap.errors import AttngapError, pip_install
 from attngap.models.gguf import plain_folder
@@ -34,6 +34,8 @@ ALIASES = {
 FORMS = "a Hugging Face folder or id, a .gguf file, a folder written by `attngap linearize`, or an alias: " + ", ".join(
     ALIASES
 )
+# Not of anything that is looked at: an encoder's pooler, and buffers that old checkpoints carry.
+HARMLESS = re.compile(r"(^|\.)pooler\.|\.inv_freq$|position_ids$|\.(attn|attention)\.(masked_)?bias$")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -43,25 +45,63 @@ def load(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
+    device_map: Any = None,
+    local_files_only: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in evaluation mode and float32 unless `dtype` says otherwise, and its tokenizer.
 
+    `device_map` and `local_files_only` mean what they mean to transformers. A checkpoint that lacks weights, or has
+    some that the model does not know, is refused.
+
     >>> model, tokenizer = load("smollm2")  # doctest: +SKIP
     """
-    name = str(model)
-    path = _wheel(name) if name in ALIASES else Path(name).expanduser()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options |= {"local_files_only": True} if local_files_only else {}
+    placed = {"device_map": device_map} if device_map is not None else {}
+    if (path := _path(model)).is_file():
+        with plain_folder(path) as folder:  # checked once for both
+            found = _load_pretrained(str(folder), str(model), options | placed, dtype or torch.float32, False)
+            return found, _tokenizer(str(folder), str(model), options)
+    found = load_model(model, allow_pickle=allow_pickle, dtype=dtype, **options, **placed)
+    return found, load_tokenizer(model, **options)
+
+
+def load_model(
+    model: str | os.PathLike[str], *, allow_pickle: bool = False, dtype: torch.dtype | None = None, **options: Any
+) -> PreTrainedModel:
+    """The model alone; `options` go to transformers."""
+    name, path = str(model), _path(model)
     chosen = dtype or torch.float32
     if path.is_file() or path.suffix == ".gguf":
         return _load_gguf(path, options, chosen)
     if not path.is_dir():
-        return _load_hub(name, options, chosen, allow_pickle)
+        _check_name(name)
+        return _load_pretrained(name, name, options, chosen, allow_pickle)
     if (path / "attngap.json").exists():
-        from attngap.models.save import load_converted  # imports this module for the base model
+        from attngap.models.save import load_converted_model  # imports this module for the base model
 
-        return load_converted(path, dtype=dtype)
+        return load_converted_model(path, dtype=dtype, **options)
     _check_folder(path, allow_pickle)
     return _load_pretrained(str(path), name, options, chosen, allow_pickle)
+
+
+def load_tokenizer(model: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with a model of any form."""
+    name, path = str(model), _path(model)
+    options = {key: value for key, value in options.items() if key != "device_map"}
+    with _quiet():
+        if path.is_file():
+            with plain_folder(path) as folder:
+                return _tokenizer(str(folder), name, options)
+        if (path / "attngap.json").exists() and not (path / "tokenizer_config.json").exists():
+            from attngap.models.save import base_source, read_record
+
+            return load_tokenizer(base_source(path, read_record(path)), **options)
+        return _tokenizer(str(path) if path.is_dir() else name, name, options)
+
+
+def _path(model: str | os.PathLike[str]) -> Path:
+    return _wheel(str(model)) if str(model) in ALIASES else Path(model).expanduser()
 
 
 def _wheel(alias: str) -> Path:
@@ -78,10 +118,10 @@ def _wheel(alias: str) -> Path:
     )
 
 
-def _load_hub(name: str, options: dict[str, Any], dtype: torch.dtype, allow_pickle: bool):
+def _check_name(name: str) -> None:
+    """What looks like a path is never asked of the hub."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
         raise AttngapError(f"No model at {name!r}: there is no such file or folder. A model is {FORMS}")
-    return _load_pretrained(name, name, options, dtype, allow_pickle)
 
 
 def _check_folder(path: Path, allow_pickle: bool) -> None:
@@ -99,17 +139,47 @@ def _check_folder(path: Path, allow_pickle: bool) -> None:
         )
 
 
-def _load_pretrained(source: str, name: str, options: dict[str, Any], dtype: torch.dtype, allow_pickle: bool):
+def _load_pretrained(
+    source: str, name: str, options: dict[str, Any], dtype: torch.dtype, allow_pickle: bool
+) -> PreTrainedModel:
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(source, **options)
-            model = _model_class(config).from_pretrained(
-                source, config=config, dtype=dtype, use_safetensors=None if allow_pickle else True, **options
+            config = AutoConfig.from_pretrained(source, **{k: v for k, v in options.items() if k != "device_map"})
+            kind = _model_class(config)
+            model, info = kind.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                use_safetensors=None if allow_pickle else True,
+                output_loading_info=True,
+                **options,
             )
-        except (OSError, ValueError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
+        except AttngapError:
+            raise
+        except Exception as error:  # damaged files end in anything: OSError, KeyError, TypeError, RecursionError ...
             raise AttngapError(_why_not(name, error)) from error
-        tokenizer = _tokenizer(source, name, options)
-    return model.eval(), tokenizer
+    _check_weights(name, model, info, (getattr(config, "architectures", None) or [None])[0])
+    if model.main_input_name != "input_ids":
+        raise AttngapError(
+            f"{type(model).__name__} reads {model.main_input_name}. Only models that read text are supported"
+        )
+    return model.eval()
+
+
+def _check_weights(name: str, model: PreTrainedModel, info: dict[str, Any], saved: str | None) -> None:
+    """Weights that are missing would be random ones, and weights that are left over belong to another model."""
+    missing = sorted(key for key in info["missing_keys"] if not HARMLESS.search(key))
+    extra = sorted(key for key in info["unexpected_keys"] if not HARMLESS.search(key))
+    if missing:
+        raise AttngapError(
+            f"{name!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]!r}. "
+            "Get the whole checkpoint"
+        )
+    if extra and saved == type(model).__name__:  # else only the body was wanted, and the head is left over
+        raise AttngapError(
+            f"{name!r} has {len(extra)} weights that {type(model).__name__} does not know, such as {extra[0]!r}. "
+            "Give the model they belong to"
+        )
 
 
 def _tokenizer(source: str, name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -151,6 +221,8 @@ def _first_line(error: Exception) -> str:
 def _model_class(config: Any) -> Any:
     """The head decides what damage means: labels for language models, embeddings for encoders."""
     named = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
+    if named in _with_head() and hasattr(transformers, named) and not hasattr(config, "auto_map"):
+        return getattr(transformers, named)
     for ending, auto in (
         ("ForCausalLM", transformers.AutoModelForCausalLM),
         ("LMHeadModel", transformers.AutoModelForCausalLM),
@@ -160,6 +232,16 @@ def _model_class(config: Any) -> Any:
         if named.endswith(ending):
             return auto
     return transformers.AutoModel
+
+
+def _with_head() -> set[str]:
+    """Classes that predict tokens; of what else a folder may hold, such as classifiers, the body is loaded."""
+    kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    found: set[str] = set()
+    for kind in kinds:
+        for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values():
+            found |= {names} if isinstance(names, str) else set(names)
+    return found
 
 
 def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype):

@@ -18,6 +18,7 @@ from attngap.storage.files import write_text
 from attngap.storage.records import read_record
 
 SCHEMA = "attngap.plan/1"
+LARGEST = 2**16  # of windows, sinks, features, layers and heads: what is beyond is no model's
 
 
 class _Strict(BaseModel):
@@ -30,18 +31,18 @@ class ModelFacts(_Strict):
     name: str
     architecture: str
     fingerprint: str
-    layers: PositiveInt  # self-attention calls of one forward pass
-    heads: PositiveInt  # query heads a layer
+    layers: Annotated[int, Field(gt=0, le=LARGEST)]  # self-attention calls of one forward pass
+    heads: Annotated[int, Field(gt=0, le=LARGEST)]  # query heads a layer
     kv_heads: PositiveInt
 
 
 class Replacement(_Strict):
     """Exact attention to the first `sinks` and the last `window` keys, a feature map for the rest: a `hybrid`."""
 
-    window: PositiveInt = WINDOW
-    sinks: NonNegativeInt = SINKS
+    window: Annotated[int, Field(gt=0, le=LARGEST)] = WINDOW
+    sinks: Annotated[int, Field(ge=0, le=LARGEST)] = SINKS
     feature_map: str = "prototype"
-    features: PositiveInt | None = None  # None: the map's own default
+    features: Annotated[int, Field(gt=0, le=LARGEST)] | None = None  # None: the map's own default
     relative: bool = False
     gain: Literal["none", "head", "query"] = "query"
 
@@ -129,7 +130,8 @@ class Plan(_Strict):
             raise AttngapError("The plan keeps a head twice; list each [layer, head] once")
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a plan made for another model."""
+        """Refuse a plan made for another model, or one that names heads which are not there."""
+        self.check_places()
         found = architecture(model)
         if found != self.model.architecture:
             raise AttngapError(
@@ -146,9 +148,9 @@ def architecture(model: PreTrainedModel) -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Sixteen hex digits of the weights' names, shapes and a few values, rounded so that the dtype does not matter."""
+    """Sixteen hex digits of all weights, their names and shapes, rounded so that the dtype does not matter."""
     digest = hashlib.sha256(architecture(model).encode())
     for name, tensor in sorted(model.named_parameters()):
-        few = tensor.detach().flatten()[:: max(1, tensor.numel() // 8)][:8].to(torch.bfloat16).float()
-        digest.update(f"{name}{tuple(tensor.shape)}{few.tolist()}".encode())
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().data)
     return digest.hexdigest()[:16]

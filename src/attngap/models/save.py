@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,23 +16,27 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.auto import CODE, CODE_FILE, config_json
+from attngap.models.load import ALIASES, load_model, load_tokenizer
 from attngap.models.lora import add_lora
 from attngap.models.plan import Plan, architecture
-from attngap.models.swap import CHILD, mixed_heads, swap
+from attngap.models.swap import mixed_heads, swap
+from attngap.models.twin import CHILD, undone
 from attngap.provenance import provenance
 
-SCHEMA = "attngap.conversion/1"
+SCHEMA = "attngap.conversion/2"
+LARGEST = 2**26  # bytes of a record: a thousand layers take a thousandth of it
 RECORD, WEIGHTS, BASE, CARD = "attngap.json", "adapter.safetensors", "base", "README.md"
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A number is a number and a truth a truth: "no" is not False, and "64" is no window.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Base(_Strict):
     """The original model: how to load it, and a hash of all its weights."""
 
-    name: str  # what `attngap.load` takes; "base" is the folder inside this one
+    name: str  # what `attngap.load` takes; "base" is the folder inside this one, ./ and ../ are seen from it
     architecture: str
     sha256: str
 
@@ -54,12 +59,24 @@ class Layer(_Strict):
 class Conversion(_Strict):
     """attngap.json: everything needed to put a converted model together again."""
 
-    schema_: Literal["attngap.conversion/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["attngap.conversion/2"] = Field(default=SCHEMA, alias="schema")
     base: Base
     layers: tuple[Layer, ...]
     plan: Plan
-    lora: NonNegativeInt = 0  # rank; zero means none
+    lora: NonNegativeInt  # rank; zero means none
+    adapter: str = ""  # sha256 of the adapter's file
+    seal: str = ""  # sha256 of all above but the base's name, which may move
     provenance: dict[str, Any] = {}
+
+    def sealed(self, adapter: str) -> "Conversion":
+        """As it is written: with the hashes that tell a damaged or edited folder."""
+        named = self.model_copy(update={"adapter": adapter})
+        return named.model_copy(update={"seal": named.hash()})
+
+    def hash(self) -> str:
+        content = self.model_dump(mode="json", by_alias=True, exclude={"seal": True, "provenance": True})
+        content["base"].pop("name")
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def mark(model: PreTrainedModel, conversion: Conversion) -> None:
@@ -96,28 +113,50 @@ def save(
 ) -> None:
     """Write a converted model: the adapter alone, or with the `original` beside it a folder that needs nothing else.
 
+    Where the base's weights are no longer those it was converted from, because it was trained or cast, they are written
+    too, whether asked for or not: a folder loads as the model that was saved.
+
     >>> attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)  # doctest: +SKIP
     """
     conversion = record(model)
     folder = Path(directory)
+    plain = undone(model)
+    found = weights_hash(plain)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if original is not None:
-            original.save_pretrained(folder / BASE)
+        if original is not None or found != conversion.base.sha256:
+            plain.save_pretrained(folder / BASE)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / BASE)
-            conversion = conversion.model_copy(update={"base": conversion.base.model_copy(update={"name": BASE})})
+            base = conversion.base.model_copy(update={"name": BASE, "sha256": found})
+        else:
+            base = conversion.base.model_copy(update={"name": _seen_from(folder, conversion.base.name)})
         save_file(_adapter(model), folder / WEIGHTS, metadata={"format": "pt"})
+        conversion = conversion.model_copy(update={"base": base}).sealed(_file_hash(folder / WEIGHTS))
         config = config_json(conversion.base.architecture)
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (folder / CODE_FILE).write_text(CODE, encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (folder / RECORD).write_text(conversion.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if card is not None:
             (folder / CARD).write_text(card, encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise AttngapError(f"Cannot write the model to '{folder}': {error}. Choose another folder") from error
+
+
+def _seen_from(folder: Path, name: str) -> str:
+    """A relative path as it is seen from the folder, so that both can move and nobody takes it for a hub's name."""
+    path = Path(name).expanduser()
+    if path.is_absolute() or name in ALIASES or not path.exists():
+        return name
+    found = Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    return found if found.startswith(".") else f"./{found}"
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _adapter(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -130,57 +169,106 @@ def _adapter(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def load_converted(
-    directory: str | Path, *, base: str | None = None, dtype: torch.dtype | None = None
+    directory: str | Path, *, base: str | None = None, dtype: torch.dtype | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The converted model and its tokenizer. `base` says where the base model is now, if it has moved."""
     folder = Path(directory)
+    model = load_converted_model(folder, base=base, dtype=dtype, **options)
+    own = (folder / "tokenizer_config.json").exists()
+    source = str(folder) if own else base_source(folder, read_record(folder), base)
+    return model, load_tokenizer(source, **options)
+
+
+def load_converted_model(
+    folder: Path, *, base: str | None = None, dtype: torch.dtype | None = None, **options: Any
+) -> PreTrainedModel:
+    """The converted model alone; `options` are those of `attngap.load`, for the base model."""
     conversion = read_record(folder)
-    original, tokenizer = load_base(folder, conversion, base)
-    converted = assemble(original, conversion)
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise AttngapError(f"Cannot read '{folder / WEIGHTS}': {error}. Convert the model again") from error
-    wanted = set(_adapter(converted))
-    if set(weights) != wanted:
-        odd = sorted(wanted ^ set(weights))[0]
-        raise AttngapError(f"'{folder / WEIGHTS}' does not match its {RECORD}: {odd!r} is in only one of them")
+    weights = _read_adapter(folder, conversion)
+    converted = assemble(load_base_model(folder, conversion, base, **options), conversion)
+    wanted = _adapter(converted)
+    for name in sorted(set(wanted) | set(weights)):
+        one, other = (None if x is None else (tuple(x.shape), x.dtype) for x in (wanted.get(name), weights.get(name)))
+        if one != other:
+            raise AttngapError(
+                f"'{folder / WEIGHTS}' does not match its {RECORD}: {name!r} should be {one}, is {other}. "
+                "Convert the model again"
+            )
     converted.load_state_dict(weights, strict=False)
     if dtype is not None:
         converted.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
-    return converted.eval(), tokenizer
+    return converted.eval()
+
+
+def _read_adapter(folder: Path, conversion: Conversion) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS
+    try:
+        found = _file_hash(path)
+        if found != conversion.adapter:
+            raise AttngapError(
+                f"'{path}' is damaged or another conversion's: sha256 {conversion.adapter[:12]}... expected, "
+                f"{found[:12]}... found. Copy or convert the model again"
+            )
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise AttngapError(f"Cannot read '{path}': {error}. Convert the model again") from error
+
+
+def base_source(folder: Path, conversion: Conversion, base: str | None = None) -> str:
+    """Where the base model is: given, inside the folder, seen from the folder, or a name that `attngap.load` takes."""
+    name = conversion.base.name
+    if base is not None:
+        return base
+    inside = name == BASE or name.startswith(("./", "../"))
+    source = str((folder / name).resolve()) if inside else name
+    if Path(source).expanduser().resolve() == folder.resolve():
+        raise AttngapError(f"'{folder}' names itself as the model it was converted from. Give the base model")
+    return source
 
 
 def load_base(
     folder: Path, conversion: Conversion, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model a folder was converted from, its weights checked against the hash."""
-    from attngap.models.load import load  # which opens converted folders through `load_converted`
+    """The model a folder was converted from, its weights checked against the hash, and its tokenizer."""
+    model = load_base_model(folder, conversion, base)
+    own = (folder / "tokenizer_config.json").exists()
+    return model, load_tokenizer(str(folder) if own else base_source(folder, conversion, base))
 
-    name = conversion.base.name
-    source = base or (str(folder / BASE) if name == BASE else name)
+
+def load_base_model(folder: Path, conversion: Conversion, base: str | None = None, **options: Any) -> PreTrainedModel:
+    """The model a folder was converted from, its weights checked against the hash."""
+    source = base_source(folder, conversion, base)
     try:
-        original, tokenizer = load(source)
+        original = load_model(source, **options)
     except AttngapError as error:
-        raise AttngapError(f"'{folder}' is an adapter of {name!r}, which did not load. {error}") from error
+        raise AttngapError(f"'{folder}' is an adapter of {source!r}, which did not load. {error}") from error
     found = weights_hash(original)
     if found != conversion.base.sha256:
         raise AttngapError(
             f"'{folder}' was made from other weights than {source!r} has: sha256 {conversion.base.sha256[:12]}... "
             f"expected, {found[:12]}... found. Give the base model it was made from"
         )
-    return original, tokenizer
+    return original
 
 
 def read_record(folder: Path) -> Conversion:
+    """attngap.json, checked: of this version, with every field of its own type, and as it was written."""
+    path = folder / RECORD
     try:
-        return Conversion.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
-    except OSError as error:
+        if not path.is_file():  # a pipe would be waited for
+            raise AttngapError(f"'{folder}' is not a converted model: it has no {RECORD}. Write one: attngap linearize")
+        if path.stat().st_size > LARGEST:
+            raise AttngapError(f"'{path}' has {path.stat().st_size} bytes; a record has a few thousand")
+        found = Conversion.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
         raise AttngapError(f"'{folder}' is not a converted model: {error}. Write one: attngap linearize") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise AttngapError(f"'{folder / RECORD}' is wrong at {place!r}: {first['msg']}") from error
+        raise AttngapError(f"'{path}' is wrong at {place!r}: {first['msg']}. Convert the model again") from error
+    if found.hash() != found.seal:
+        raise AttngapError(f"'{path}' was changed after it was written. Convert the model again")
+    return found
 
 
 def assemble(original: PreTrainedModel, conversion: Conversion) -> PreTrainedModel:

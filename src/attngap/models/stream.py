@@ -31,7 +31,7 @@ class Conversation:
     """One model that remembers what it has read: only what is new since the last turn goes through it."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any):
-        if model.get_output_embeddings() is None:
+        if not model.can_generate():
             raise AttngapError("An encoder writes no text. Use attngap.load and call the model")
         if model.config.is_encoder_decoder:
             raise AttngapError("A conversation needs a decoder; this model has an encoder too. Use attngap generate")

@@ -1,6 +1,7 @@
 """A run as plain data: everything that decides its numbers, and nothing else, so that its hash can name it."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -42,8 +43,8 @@ def make_spec(
     if state is not None:
         sizes = match_state(mechanism, sizes, chosen.tokens, state)
     rate = start.learning_rates[0] if learning_rate is None else learning_rate
-    if not rate > 0:
-        raise AttngapError(f"learning_rate must be above 0, got {rate}")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise AttngapError(f"learning_rate must be a number above 0, got {rate!r}")
     return {
         "task": task,
         "task_options": chosen.options,

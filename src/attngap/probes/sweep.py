@@ -16,6 +16,7 @@ steps = 500
 """
 
 import itertools
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from attngap.probes.presets import preset
 from attngap.probes.spec import Spec, make_spec
 from attngap.storage.runs import spec_key
 
+MOST = 100_000  # runs of a grid
 TOP = ("name", "grid")
 GRID = ("tasks", "mechanisms", "seeds", "learning_rates", "state", "task", "model", "train")
 
@@ -40,12 +42,14 @@ def load_sweep(path: str | Path) -> tuple[str, list[Spec]]:
     if not path.is_file():
         raise AttngapError(f"No sweep file {str(path)!r}. An example: attngap probe sweep --help")
     try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise AttngapError(f"{path} is not TOML: {error}") from error
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AttngapError(f"Cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise AttngapError(f"{path} is not TOML: {str(error).splitlines()[0]}") from error
     try:
         return read_sweep(table, default_name=path.stem)
-    except AttngapError as error:
+    except (AttngapError, TypeError, ValueError, OverflowError, AttributeError) as error:  # any type may stand anywhere
         raise AttngapError(f"{path}: {error}") from error
 
 
@@ -63,6 +67,9 @@ def read_sweep(table: Mapping[str, Any], default_name: str = "sweep") -> tuple[s
 
 def expand(grid: Mapping[str, Any]) -> list[Spec]:
     """Every combination of one [[grid]], all of the first seed, then all of the next."""
+    if not isinstance(grid, Mapping):
+        raise AttngapError(f"a [[grid]] is a table, got {grid!r}")
+    _check_size(grid)
     _known("key of [[grid]]", grid, GRID)
     mechanisms = _names(grid, "mechanisms")
     if "all" in mechanisms:
@@ -90,6 +97,19 @@ def expand(grid: Mapping[str, Any]) -> list[Spec]:
     return sorted(specs, key=lambda spec: spec["seed"])
 
 
+def _check_size(grid: Mapping[str, Any]) -> None:
+    """Refuse what nobody will run before it is written out: it would take all memory first."""
+    seeds = grid.get("seeds", 1)
+    runs = seeds if isinstance(seeds, int) else len(_many(seeds))
+    for key in ("tasks", "mechanisms", "learning_rates", "state"):
+        runs *= len(_many(grid.get(key)))
+    for key in ("task", "model", "train"):
+        table = grid.get(key, {})
+        runs *= math.prod(len(_many(each)) for each in table.values()) if isinstance(table, Mapping) else 1
+    if runs > MOST:
+        raise AttngapError(f"a [[grid]] of {runs} runs is too large, at most {MOST}. Give shorter lists")
+
+
 def _known(kind: str, table: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     for key in table:
         if key not in allowed:
@@ -106,8 +126,9 @@ def _names(grid: Mapping[str, Any], key: str) -> list[str]:
 def _seeds(grid: Mapping[str, Any]) -> list[int]:
     seeds = grid.get("seeds", 1)
     seeds = list(range(seeds)) if isinstance(seeds, int) else seeds
-    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) for seed in seeds):
-        raise AttngapError(f"seeds must be a count or a list of whole numbers, got {grid['seeds']!r}")
+    whole = isinstance(seeds, list) and all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
+    if not seeds or not whole:
+        raise AttngapError(f"seeds must be a count or a list of whole numbers below 2^63, got {grid['seeds']!r}")
     return seeds
 
 

@@ -190,8 +190,14 @@ class Runs:
             clauses.append("key IN (SELECT key FROM plan WHERE sweep = :sweep)")
         if clauses:
             query += " WHERE " + " AND ".join(clauses)
-        rows = self._db.execute(query + " ORDER BY finished, key", {**wanted, "sweep": sweep})
-        return [Record(key, *map(json.loads, parts), finished=finished) for key, *parts, finished in rows]
+        try:
+            rows = self._db.execute(query + " ORDER BY finished, key", {**wanted, "sweep": sweep}).fetchall()
+            found = [Record(key, *map(json.loads, parts), finished=finished) for key, *parts, finished in rows]
+        except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
+            raise AttngapError(f"{self.path} is damaged: {error}. Give another --db") from error
+        if any(not isinstance(part, dict) for each in found for part in (each.spec, each.result, each.provenance)):
+            raise AttngapError(f"{self.path} is damaged: a run is no table of values. Give another --db")
+        return found
 
     def close(self) -> None:
         self._db.close()
