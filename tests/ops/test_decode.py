@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from attngap.errors import AttngapError
 from attngap.ops.hybrid import KeptHeads, decode_step, definition, empty_state, hybrid_attention
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -81,4 +82,28 @@ def test_padding_in_the_cache_of_kept_heads_is_not_read():
         state = empty_state(k, v, fk, 4, 0)
         cache = KeptHeads(PLACE, keys, values, allowed)
         results.append(decode_step(state, *token, window=4, sinks=0, scale=1.0, relative=False, kept=cache))
+    torch.testing.assert_close(*results)
+
+
+def test_shapes_that_do_not_fit_are_refused_before_an_address_is_used():
+    q, k, v, fq, fk, gain = draw(1)
+    options = {"window": 4, "sinks": 0, "scale": 1.0, "relative": False}
+    state = empty_state(k, v, fk, 4, 0)
+    with pytest.raises(AttngapError, match=r"fq must be \(3, 6, 1, 7\) for one token"):
+        decode_step(state, q, k, v, fq[..., :5], fk, gain, **options)
+    with pytest.raises(AttngapError, match=r"kept\.place must be int64 below the 1 groups"):
+        decode_step(state, q, k, v, fq, fk, gain, **options, kept=KeptHeads(PLACE, k[:, :1], v[:, :1]))
+    with pytest.raises(AttngapError, match="a state goes with the window and sinks it was made with"):
+        decode_step(state, q, k, v, fq, fk, gain, **(options | {"window": 5}))
+
+
+def test_inputs_that_share_memory_with_the_state_are_read_before_it_is_written():
+    q, k, v, fq, fk, gain = draw(1)
+    results = []
+    for shared in (False, True):
+        state = empty_state(k, v, fk, 4, 0)
+        state["v"][:, :, :1] = v
+        value = state["v"][:, :, :1] if shared else v.clone()
+        state["count"] += 4  # the new token takes the first slot
+        results.append(decode_step(state, q, k, value, fq, fk, gain, window=4, sinks=0, scale=1.0, relative=False))
     torch.testing.assert_close(*results)

@@ -97,6 +97,7 @@ def test_expanded_flipped_and_transposed_inputs_are_what_they_say(name):
         torch.testing.assert_close(call(name, y, y, y), call(name, *[y.clone().contiguous()] * 3))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_transforms_and_traces_are_refused(name):
     x = draw(3, 1, 2, 8, 16)

@@ -1,5 +1,6 @@
 """The command line: `attngap VERB`. One verb per file; each imports what it needs when it runs."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -16,6 +17,8 @@ def main() -> None:
         asked.append(number)
         raise KeyboardInterrupt
 
+    # Threads that wait for each other sleep after some 0.1 ms instead of 2: on a busy machine others have their core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         signal.signal(signal.SIGINT, stop)
         from attngap.cli.app import app  # inside: Ctrl-C while it loads is no traceback either

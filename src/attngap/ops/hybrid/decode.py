@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attngap.errors import AttngapError
 from attngap.ops import native
-from attngap.ops.hybrid.state import State, step
+from attngap.ops.hybrid.state import State, check_hybrid_state, step
 from attngap.ops.native.scratch import lay_out
 from attngap.ops.native.tensors import as_rows, lane_count, row_bytes
 
@@ -46,15 +47,47 @@ def decode_step(
     """
     if kept is None:
         kept = KeptHeads(torch.full((q.shape[1],), -1, device=q.device), k[:, :1], v[:, :1])
+    _check(state, q, k, v, fq, fk, gain, window, sinks, real, kept)
     options = {"window": window, "sinks": sinks, "scale": scale, "relative": relative}
     for name, x in state.items():
         state[name] = x.contiguous()  # what is expanded would be written more than once
+    written = {x.untyped_storage().data_ptr() for x in state.values()}
+    if any(x.untyped_storage().data_ptr() in written for x in (q, k, v, fq, fk, gain)):
+        q, k, v, fq, fk, gain = (x.clone() for x in (q, k, v, fq, fk, gain))  # read after the state is written
     rings = (state["k"], state["v"], state["fk"], state["z"])
     if native.usable(q, k, v, fq, fk, gain, kept.keys, kept.values, *rings, state=state["S"]):
         out = _compiled(state, (q, k, v, fq, fk, gain), real, kept, **options)
         state["count"] += 1 if real is None else real
         return out
     return _torch(state, (q, k, v, fq, fk, gain), real, kept, options)
+
+
+def _check(state: State, q, k, v, fq, fk, gain, window: int, sinks: int, real, kept: KeptHeads) -> None:
+    (b, h, _, d), (_, heads, _, dv), r, n = q.shape, v.shape, fk.shape[3], kept.keys.shape[2]
+    groups = kept.keys.shape[1]
+    wanted = {
+        "q": (q, (b, h, 1, d)),
+        "k": (k, (b, heads, 1, d)),
+        "v": (v, (b, heads, 1, dv)),
+        "fq": (fq, (b, h, 1, r)),
+        "fk": (fk, (b, heads, 1, r)),
+        "gain": (gain, (b, h, 1)),
+        "kept.place": (kept.place, (h,)),
+        "kept.keys": (kept.keys, (b, groups, n, d)),
+        "kept.values": (kept.values, (b, groups, n, dv)),
+        "kept.allowed": (kept.allowed, (b, n)),
+        "real": (real, (b,)),
+    }
+    for name, (x, size) in wanted.items():
+        if x is not None and tuple(x.shape) != size:
+            raise AttngapError(f"{name} must be {size} for one token of these heads, got {tuple(x.shape)}")
+    if h % heads:
+        raise AttngapError(f"the heads of q must be a multiple of those of k and v, got {h} and {heads}")
+    if kept.place.dtype != torch.long or int(kept.place.max()) >= groups:
+        raise AttngapError(
+            f"kept.place must be int64 below the {groups} groups of kept.keys, got {kept.place.tolist()}"
+        )
+    check_hybrid_state(state, k, v, fk, window, sinks)
 
 
 def _compiled(state: State, inputs, real, kept: KeptHeads, *, window, sinks, scale, relative) -> Tensor:

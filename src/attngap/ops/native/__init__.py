@@ -91,8 +91,8 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
 @contextlib.contextmanager
 def _says_if_slow(kernel: Callable) -> Iterator[None]:
     """A line on stderr when compiling takes longer than a second."""
-    name = f"{kernel.__module__.split('.')[-2]}, {kernel.__name__}"
-    line = f"attngap: compiling {name}, for this processor; kept on disk until the code changes ..."
+    op = kernel.__module__.rpartition(".")[0].rpartition(".")[2]
+    line = f"attngap: compiling {op}, {kernel.__name__}, for this processor; kept on disk until the code changes ..."
     timer = threading.Timer(1.0, lambda: print(line, file=sys.stderr))
     timer.daemon = True
     timer.start()

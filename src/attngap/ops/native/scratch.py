@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,11 +36,15 @@ class Scratch:
 
 def lay_out(kind: Any, sizes: Mapping[str, int]) -> Scratch:
     """The fields of `kind` one after the other: a NamedTuple of offsets, then `end`, then `guard`; sizes in bytes."""
-    guard = PANEL if debugging() else 0
+    return _laid_out(kind, tuple(sizes[name] for name in kind._fields[:-2]), PANEL if debugging() else 0)
+
+
+@functools.lru_cache(256)
+def _laid_out(kind: Any, sizes: tuple[int, ...], guard: int) -> Scratch:
     offsets, guards, end = [], [], guard
-    for name in kind._fields[:-2]:
+    for size in sizes:
         offsets.append(end)
-        end += -(-sizes[name] // PANEL) * PANEL
+        end += -(-size // PANEL) * PANEL
         guards.append(end)
         end += guard
     return Scratch(kind(*offsets, end, guard), end, (0, *guards) if guard else ())
