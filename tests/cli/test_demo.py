@@ -33,6 +33,7 @@ def small(tmp_path, monkeypatch):
         phase={"n": 64 * 64, "d": 66, "m": 20, "b": 0.5, "cells": 3},
     )
     monkeypatch.setattr(demo, "FULL", sizes)
+    monkeypatch.setattr(demo, "KEEP", 0.25)  # one of the four groups of two heads
     return tmp_path / "story"
 
 
@@ -46,7 +47,7 @@ def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
     for name in ("phase.json", "diagnosis/diagnosis.json", "plan.json", "converted/receipt.json", "samples.json"):
         assert (small / name).exists(), name
     html = (small / "report.html").read_text()
-    assert "Keep softmax on 1 of 8 heads" in html
+    assert "Keep softmax on 2 of 8 heads" in html
     assert "In its own words" in html
     assert str((small / "report.html").absolute()) in first.output.replace("\n", "")
     commands = [shlex.split(line, comments=True) for line in first.output.split("Next:")[1].strip().splitlines()]

@@ -194,7 +194,7 @@ def test_quick_takes_statistics_only():
 
 def test_a_plan_keeps_the_most_important(found):
     order = sorted(found.heads, key=lambda head: -head.importance)
-    made = found.plan(0.25)
+    made = found.plan(0.25, "head")
     assert set(made.keep) == {(head.layer, head.head) for head in order[:2]}
     kept = [point.kept for point in made.curve]
     assert kept == list(range(8, -1, -1))

@@ -142,8 +142,8 @@ def test_memory_beyond_the_result_does_not_grow_with_the_square_of_the_length(mo
     from attngap.heads.inputs import LayerInputs
 
     sizes = []
-    plain = Sequence.logits
-    monkeypatch.setattr(Sequence, "logits", lambda self, rows, kv: sizes.append(plain(self, rows, kv)) or sizes[-1])
+    plain = LayerInputs.logits
+    monkeypatch.setattr(LayerInputs, "logits", lambda self, rows, kv: sizes.append(plain(self, rows, kv)) or sizes[-1])
     for t in (256, 1024):
         one = LayerInputs(torch.randn(4, t, 8), torch.randn(2, t, 8), torch.randn(2, t, 8), True)
         measure(one, **NEAR, block=2**14)

@@ -17,9 +17,7 @@ class DiagnosisOptions(Options):
 
     context: Annotated[int, Field(ge=16, description="Tokens per passage.")] = 1024
     passages: Annotated[int, Field(ge=1, description="Passages of text; a stress passage is added.")] = 4
-    ranks: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...], Field(description="State ranks of floors and ceilings.")
-    ] = (8, 16, 64, 128)
+    ranks: Annotated[tuple[int, ...], Field(description="State ranks of floors and ceilings.")] = (8, 16, 64, 128)
     window: Annotated[int, Field(ge=1, description="Last keys that a replacement keeps exact.")] = WINDOW
     sinks: Annotated[int, Field(ge=0, description="First keys that a replacement keeps exact.")] = SINKS
     quick: Annotated[bool, Field(description="Statistics only: no floors, fits or damage.")] = False
@@ -31,7 +29,9 @@ class DiagnosisOptions(Options):
     def _agree(self) -> "DiagnosisOptions":
         most = min(self.context, MAX_TOKENS)
         # A quick diagnosis has no use for ranks, so that those that are too large do no harm.
-        if not self.quick and self.ranks and (len(set(self.ranks)) < len(self.ranks) or max(self.ranks) >= most):
+        distinct = sorted(set(self.ranks))
+        fits = not distinct or (distinct[0] >= 1 and distinct[-1] < most and len(distinct) == len(self.ranks))
+        if not self.quick and not fits:
             raise AttngapError(f"ranks must be distinct, from 1 to {most - 1}, got {list(self.ranks)}")
         if self.verify and self.quick:
             raise AttngapError("verify needs fitted replacements, which quick does not make. Leave out one of the two")
