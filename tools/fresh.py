@@ -47,7 +47,8 @@ class Fresh:
     def whole(self) -> None:
         printed = self.step("make", "demo", f"PYTHON={sys.executable}")
         self.require("attngap-demo/report.html")
-        for line in [*next_lines(printed), *(line for page in PAGES for line in shell_lines(self.checkout / page))]:
+        shown = next_lines(printed) + [line for page in PAGES for line in shell_lines(self.checkout / page)]
+        for line in dict.fromkeys(shown):  # two pages may show the same line
             if line not in ("make demo", "make test"):
                 self.line(line)
         self.extras()
