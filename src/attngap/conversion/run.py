@@ -21,7 +21,6 @@ from attngap.conversion.receipt import Receipt
 from attngap.conversion.slices import SliceReference
 from attngap.heads.choice import Keep, best_heads
 from attngap.heads.forward import predicts_next
-from attngap.heads.passages import passages
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import FitOptions
 from attngap.mechanisms.variants.hybrid import Hybrid
@@ -174,7 +173,7 @@ class ConversionRun:
 
     def _smallest(self, target: float) -> Keep:
         """Bisection over the number of kept heads, ordered by the damage their replacements do."""
-        tokens = passages(self.tokenizer, self.text, context=self.options.context, count=2, split="heldout")
+        tokens = self.tokens[-min(2, self.heldout) :]  # not fitted to, and of another part of the text than a receipt
         scores = head_damage(self.model, self.mechanisms, self._reference)
         group = group_sizes(self.mechanisms, grouped=self.options.granularity == "group")
         before = perplexity(self.model, tokens)
