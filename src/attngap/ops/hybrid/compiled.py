@@ -49,7 +49,7 @@ def forward(inputs, past, S, z, tokens: Tokens, setting: Setting, near: Near | N
 
     q, _, v = inputs[:3]
     out = pages.empty((*q.shape[:3], v.shape[3]), v.dtype, v.device)
-    if tokens.padded:
+    if tokens.index is not None:
         out.zero_()
     after_S, after_z = pages.empty_like(S), pages.empty_like(z)
     x, held = _inputs(inputs, past, S, z, tokens)
@@ -105,7 +105,8 @@ def _inputs(inputs, past, S, z, tokens: Tokens) -> tuple[Any, Any]:
     q, k, v, fq, fk, gain = inputs
     held = (gain[..., None], z[..., None])
     rows = as_rows(q, k, v, fq, fk, held[0], *past, S, held[1])
-    return kernels.Inputs(*rows, *(x.data_ptr() for x in (tokens.seen, tokens.lengths, tokens.index))), held
+    index = 0 if tokens.index is None else tokens.index.data_ptr()
+    return kernels.Inputs(*rows, tokens.seen.data_ptr(), tokens.lengths.data_ptr(), index), held
 
 
 def forward_room(inputs, setting: Setting) -> Scratch:

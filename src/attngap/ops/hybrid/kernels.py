@@ -19,7 +19,7 @@ import numpy as np
 
 from attngap.ops.exponent import LIMITS, MASSLESS
 from attngap.ops.hybrid.kernels_rows import add_to_row, clear, dot, load_row, scale_row, set_row
-from attngap.ops.native.memory import clear_fields, padded, row
+from attngap.ops.native.memory import clear_fields, padded, row, safe
 from attngap.ops.native.products import ROWS, multiply_matrices
 from attngap.ops.native.tensors import Rows
 from attngap.ops.native.vectors import (
@@ -42,7 +42,6 @@ from attngap.ops.native.vectors import (
     total,
     transpose,
 )
-from attngap.ops.normalizer import EPS
 
 WORD = np.int64(0)
 
@@ -61,7 +60,7 @@ class Inputs(NamedTuple):
     z: Rows  # (b, h_kv, r, 1)
     seen: int  # address of (b,) int64: tokens before this piece
     lengths: int  # address of (b,) int64: real tokens of this piece
-    tokens: int  # address of (b, t) int64: where they are
+    tokens: int  # address of (b, t) int64: where they are; 0 if there is no padding
 
 
 class Options(NamedTuple):
@@ -149,6 +148,8 @@ def find_lane(x, o, lane):
 @kernel
 def token(x, b, i):
     """Where real token i of the piece is."""
+    if x.tokens == 0:
+        return i
     return get(x.tokens + 8 * (b * x.q.length + i), WORD)
 
 
@@ -283,14 +284,6 @@ def combine(top, lift, mass, zero):
         most = MASSLESS
     c = number(math.exp(min(max(lift - unit, number(least, zero)), number(most, zero))), zero)
     return unit, c if c > number(smallest, zero) else zero
-
-
-@kernel
-def safe(n, zero):
-    eps = number(EPS, zero)
-    if abs(n) < eps:
-        return -eps if n < 0 else eps
-    return n
 
 
 @kernel

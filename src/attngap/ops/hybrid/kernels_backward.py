@@ -16,13 +16,12 @@ from attngap.ops.hybrid.kernels import (
     load_past_or_new,
     mask_logits,
     row_edges,
-    safe,
     token,
     transpose_tile,
     weigh_near,
 )
 from attngap.ops.hybrid.kernels_rows import add, add_to_row, clear, dot, load_row, scale_row, set_row
-from attngap.ops.native.memory import clear_fields, padded, row
+from attngap.ops.native.memory import clear_fields, padded, row, safe
 from attngap.ops.native.products import ROWS, multiply_matrices
 from attngap.ops.native.tensors import Rows
 from attngap.ops.native.vectors import (

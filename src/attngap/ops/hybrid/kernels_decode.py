@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attngap.ops.hybrid.kernels import combine, safe
+from attngap.ops.hybrid.kernels import combine
 from attngap.ops.hybrid.kernels_rows import add, clear, dot, load_row, scale_row, set_row
-from attngap.ops.native.memory import clear_fields, padded, row
+from attngap.ops.native.memory import clear_fields, padded, row, safe
 from attngap.ops.native.tensors import Rows
 from attngap.ops.native.vectors import (
     BYTES,

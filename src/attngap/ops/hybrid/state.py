@@ -31,17 +31,14 @@ class Tokens:
 
     seen: Tensor  # (b,) int64: tokens before this piece
     lengths: Tensor  # (b,) int64: real tokens of this piece
-    index: Tensor  # (b, t) int64: where they are, then anything
-    padded: bool  # is any of them no token
+    index: Tensor | None  # (b, t) int64: where they are, then anything; None if there is no padding
 
     @staticmethod
     def of(seen: Tensor, mask: Tensor | None, t: int) -> "Tokens":
-        b = len(seen)
         if mask is None:
-            every = torch.arange(t, device=seen.device).expand(b, t).contiguous()
-            return Tokens(seen.contiguous(), torch.full_like(seen, t), every, padded=False)
+            return Tokens(seen.contiguous(), torch.full_like(seen, t), None)
         real = mask.bool()
-        return Tokens(seen.contiguous(), real.sum(1), (~real).long().sort(dim=1, stable=True).indices, padded=True)
+        return Tokens(seen.contiguous(), real.sum(1), (~real).long().sort(dim=1, stable=True).indices)
 
 
 def empty_state(k: Tensor, v: Tensor, fk: Tensor, window: int, sinks: int) -> State:
@@ -117,7 +114,8 @@ def push_piece(state: State, k: Tensor, v: Tensor, fk: Tensor, tokens: Tokens, w
     turns = (total - 1 - slots).div(window, rounding_mode="floor")  # of the ring, since its slot was first filled
     last = torch.where((slots < sinks) | (turns < 0), slots, slots + window * turns)  # token of each slot, (b, slots)
     fresh = (last >= tokens.seen[:, None]) & (last < total)
-    at = tokens.index.gather(1, (last - tokens.seen[:, None]).clamp(0, tokens.index.shape[1] - 1))
+    at = (last - tokens.seen[:, None]).clamp(0, k.shape[2] - 1)
+    at = at if tokens.index is None else tokens.index.gather(1, at)
 
     def pushed(ring: Tensor, new: Tensor, skip: int) -> Tensor:
         index = at[:, None, skip:, None].expand(*ring.shape)

@@ -29,6 +29,7 @@ from attngap.ops.native.memory import (
     multiply,
     padded,
     row,
+    safe,
     scale_row,
     store_row,
     store_state,
@@ -309,15 +310,6 @@ def store_column(z, b, head, buffer, fresh, zero):
     for c in range(z.length):
         at, found = row(z, b, head, c), get(buffer + c * size_of(zero), zero)
         put(at, found if fresh else found + get(at, zero))
-
-
-@kernel
-def safe(n, zero):
-    """|n| below EPS becomes EPS with the sign of n."""
-    eps = number(EPS, zero)
-    if abs(n) < eps:
-        return -eps if n < 0 else eps
-    return n
 
 
 @kernel

@@ -20,6 +20,7 @@ from attngap.ops.native.vectors import (
     get,
     kernel,
     load,
+    number,
     plus,
     put,
     size_of,
@@ -28,6 +29,7 @@ from attngap.ops.native.vectors import (
     times,
     total,
 )
+from attngap.ops.normalizer import EPS
 
 
 @kernel
@@ -200,9 +202,9 @@ def load_row(buffer, x, b, head, i, real, zero):
     whole = x.width * size // BYTES * BYTES if gap == size or gap == 0 else 0
     if real:
         if gap == 0:  # one number for all, as in the gradient of a sum
-            number = splat(get(at, zero))
+            same = splat(get(at, zero))
             for c in range(0, whole, BYTES):
-                store(buffer + c, number)
+                store(buffer + c, same)
         else:
             for c in range(0, whole, BYTES):
                 store(buffer + c, load(at + c, zero))
@@ -224,9 +226,9 @@ def load_gate(buffer, x, b, head, i, real, pitch, zero):
         for c in range(whole // size, x.width):
             put(buffer + c * size, math.exp(get(at + c * x.by_column, zero)))
     else:
-        number = exp(splat(get(at, zero) if real else zero))
+        gate = exp(splat(get(at, zero) if real else zero))
         for c in range(0, pitch, BYTES):
-            store(buffer + c, number)
+            store(buffer + c, gate)
 
 
 @kernel
@@ -284,3 +286,12 @@ def store_state(x, b, head, S, fresh, zero):
                 row(x, b, head, r) + c * x.by_column,
             )
             put(at, found if fresh else found + get(at, zero))
+
+
+@kernel
+def safe(n, zero):
+    """|n| below EPS becomes EPS with the sign of n."""
+    eps = number(EPS, zero)
+    if abs(n) < eps:
+        return -eps if n < 0 else eps
+    return n
