@@ -1,11 +1,16 @@
 import contextlib
-import os
 
 import pytest
 
 from attngap.ops import native
 
-os.environ.setdefault("ATTNGAP_DEBUG_KERNELS", "1")  # canaries around results and scratch memory
+
+@pytest.fixture(autouse=True, scope="module")
+def canaries():
+    """Around results and scratch memory of compiled kernels, looked at after every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNGAP_DEBUG_KERNELS", "1")
+        yield
 
 
 @pytest.fixture(params=["native", "torch"], scope="module")

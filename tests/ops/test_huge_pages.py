@@ -20,6 +20,11 @@ def test_fresh_tensors_are_ordinary_ones():
         assert x.sum() == 2.0 * x.numel()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def canaries():
+    """None: memory with guards around it is not what is tested here."""
+
+
 def test_like_is_contiguous_whatever_the_layout():
     x = torch.rand(4, 6, 5).transpose(0, 2)
     assert pages.empty_like(x).shape == x.shape
