@@ -5,7 +5,7 @@ import torch
 
 from attngap import mechanism
 from attngap.errors import AttngapError
-from attngap.mechanisms.fit import FitOptions, _batches, begin, fit_layer
+from attngap.mechanisms.fit import FitOptions, _batches, fit_layer, init_prototypes
 from attngap.ops.softmax.definition import softmax_attention
 
 HYBRID = {"feature_map": "prototype", "window": 8, "sinks": 2, "relative": False, "gain": "query"}
@@ -47,7 +47,7 @@ def test_prototypes_are_exact_where_queries_are_prototypes():
     few = q[:, :, :5].repeat(1, 1, 13, 1)[:, :, :64]  # five distinct queries a head, ten a group
     target = softmax_attention(few, k, v)
     made = mechanism("prototype", 4, 8, kv_heads=2, features=64)
-    begin(made, few, k, sharpness=100.0)
+    init_prototypes(made, few, k, sharpness=100.0)
     torch.testing.assert_close(made(None, few, k, v)[1], target, atol=1e-4, rtol=1e-3)
 
 

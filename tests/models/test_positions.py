@@ -66,7 +66,7 @@ def test_a_turned_back_key_of_the_first_layer_depends_on_its_token_alone(name):
     def look(call):
         if call.layer == 0:
             assert call.rotary is not None
-            found.append((call.k, layout.back(call.k, call.rotary), layout.back(call.q, call.rotary)))
+            found.append((call.k, layout.unrotate(call.k, call.rotary), layout.unrotate(call.q, call.rotary)))
 
     tokens = torch.randint(5, VOCABULARY, (1, 90))
     tokens[0, [3, 40, 88]] = 7
@@ -85,7 +85,7 @@ def test_turning_back_undoes_turning():
     for layout, both in ((Rotary(), (angle, angle)), (Rotary("adjacent", "once", "last"), (angle,))):
         wide = torch.cat(both, -1)
         angles = (1.3 * wide.cos(), 1.3 * wide.sin())  # scaled, as yarn has them
-        torch.testing.assert_close(layout.back(layout.turn(x, angles), angles), x, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layout.unrotate(layout.rotate(x, angles), angles), x, atol=1e-5, rtol=1e-4)
 
 
 def test_learned_positions_are_not_known_and_a_model_without_any_needs_no_turning():

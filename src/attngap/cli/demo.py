@@ -59,13 +59,13 @@ def demo(
     Example: attngap demo
     """
     folder = folder or Path("attngap-demo-quick" if quick else "attngap-demo")
-    story = Story(folder, model, prompt, QUICK if quick else FULL, quiet=as_json)
-    report = story.tell()
+    demo_run = Demo(folder, model, prompt, QUICK if quick else FULL, quiet=as_json)
+    report = demo_run.run()
     if as_json:
-        print(json.dumps({"report": str(report), "seconds": story.seconds, "receipt": story.receipt_numbers()}))
+        print(json.dumps({"report": str(report), "seconds": demo_run.seconds, "receipt": demo_run.receipt_numbers()}))
 
 
-class Story:
+class Demo:
     """The steps in order; each leaves a file, and a file that is there is not made again."""
 
     def __init__(self, folder: Path, model: str, prompt: str, sizes: Sizes, *, quiet: bool):
@@ -73,7 +73,7 @@ class Story:
         self.seconds: dict[str, float] = {}
         self._loaded: tuple[Any, Any] | None = None
 
-    def tell(self) -> Path:
+    def run(self) -> Path:
         _make(self.folder)
         self.say(f"Everything goes to {self.folder}/. Stopped at any point, the same command goes on from there.")
         steps: tuple[tuple[str, Callable[[], None]], ...] = (

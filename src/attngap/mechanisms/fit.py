@@ -18,9 +18,9 @@ from attngap.mechanisms.variants.hybrid import Hybrid
 
 CLUSTER_ROUNDS = 5
 CLUSTER_SAMPLE = 4096  # queries of a group that prototypes are looked for in
-LIFTS = (0.0, -1.0, -2.0, -3.0, -4.5, -6.0, -9.0)  # of a head's first log-gain; at -9 there is hardly a far part
-BEGUN_ON = 2**14  # tokens that features begin from, at most
-SETTLED_ON = 3  # passages that first gains are chosen on
+GAIN_OFFSETS = (0.0, -1.0, -2.0, -3.0, -4.5, -6.0, -9.0)  # of a head's first log-gain; at -9 there is hardly a far part
+INIT_TOKENS = 2**14  # tokens that features begin from, at most
+OFFSET_PASSAGES = 3  # passages that first gains are chosen on
 SILENT = -60.0  # the log-gain of a head that reads sinks and window only
 DISTANCES = 512  # at which an average over distances looks
 
@@ -90,7 +90,9 @@ def fit_layer(
         )
     batches = [Seen(q, k, v, target, rotary), *longer]
     horizon = options.horizon or max(each.q.shape[2] for each in batches)
-    begin(mechanism, *_content(mechanism, batches), sharpness=options.sharpness, angles=rotary, horizon=horizon)
+    init_prototypes(
+        mechanism, *_content(mechanism, batches), sharpness=options.sharpness, angles=rotary, horizon=horizon
+    )
     train = passages - options.heldout
     judge = slice(train, None) if options.heldout else slice(None)
     generator = torch.Generator().manual_seed(options.seed)
@@ -99,7 +101,7 @@ def fit_layer(
     )
 
     if options.settle and isinstance(mechanism, Hybrid) and mechanism.log_gain is not None:
-        _settle(mechanism.log_gain, lambda: misfit(0, slice(min(train, SETTLED_ON))))
+        _choose_gain_offsets(mechanism.log_gain, lambda: misfit(0, slice(min(train, OFFSET_PASSAGES))))
     best, best_error = copy.deepcopy(mechanism.state_dict()), _without_grad(misfit, judge)
     trained = [p for p in mechanism.parameters() if p.requires_grad]
     if trained and options.steps:
@@ -159,7 +161,7 @@ def _batches(
 
 
 @torch.no_grad()
-def _settle(log_gain: Tensor, misfit: Callable[[], Float[Tensor, " h"]]) -> None:
+def _choose_gain_offsets(log_gain: Tensor, misfit: Callable[[], Float[Tensor, " h"]]) -> None:
     """Lower each head's gain to what fits best.
 
     Prototypes are means of queries, hence shorter than these, and overrate keys that a query shuns: heads that read
@@ -167,10 +169,10 @@ def _settle(log_gain: Tensor, misfit: Callable[[], Float[Tensor, " h"]]) -> None
     """
     begun = log_gain.clone()
     errors = []
-    for lift in LIFTS:
-        log_gain.copy_(begun + lift)
+    for offset in GAIN_OFFSETS:
+        log_gain.copy_(begun + offset)
         errors.append(misfit())
-    log_gain.copy_(begun + log_gain.new_tensor(LIFTS)[torch.stack(errors).argmin(0)])
+    log_gain.copy_(begun + log_gain.new_tensor(GAIN_OFFSETS)[torch.stack(errors).argmin(0)])
 
 
 @torch.no_grad()
@@ -202,7 +204,7 @@ def _one_cycle(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def begin(
+def init_prototypes(
     mechanism: Mechanism,
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b h_kv t d"],
@@ -250,7 +252,7 @@ def _content(
         read = mechanism.content(each.q, each.k, each.rotary) if isinstance(mechanism, Hybrid) else each[:2]
         found.append((read[0].transpose(0, 1).flatten(1, 2), read[1].transpose(0, 1).flatten(1, 2)))
     q, k = (torch.cat(parts, 1)[None] for parts in zip(*found, strict=True))
-    some = _even(q.shape[2], BEGUN_ON)
+    some = _even(q.shape[2], INIT_TOKENS)
     return q[:, :, some], k[:, :, some]
 
 

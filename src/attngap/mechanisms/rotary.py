@@ -36,12 +36,12 @@ class Rotary:
             if value not in known:
                 raise unknown(label, value, known)
 
-    def turn(self, x: Float[Tensor, "b h t d"], angles: Angles) -> Float[Tensor, "b h t d"]:
+    def rotate(self, x: Float[Tensor, "b h t d"], angles: Angles) -> Float[Tensor, "b h t d"]:
         """What the model does to x before attention."""
         return self._apply(x, *self._planes(angles, x))
 
-    def back(self, x: Float[Tensor, "b h t d"], angles: Angles) -> Float[Tensor, "b h t d"]:
-        """The inverse of `turn`: x as it was before it knew its position. Scaled cos and sin are undone as well."""
+    def unrotate(self, x: Float[Tensor, "b h t d"], angles: Angles) -> Float[Tensor, "b h t d"]:
+        """The inverse of `rotate`: x as it was before it knew its position. Scaled cos and sin are undone as well."""
         c, s = self._planes(angles, x)
         size = c.square() + s.square()
         return self._apply(x, c / size, -s / size)

@@ -69,7 +69,11 @@ def find_positions(q: Tensor, k: Tensor, angles: Angles | None) -> Positions:
         return Positions(known=True)
     if angles is not None:
         for layout in every_layout():
-            if layout.fits(angles, q.shape[-1]) and _same(layout.back(q, angles)) and _same(layout.back(k, angles)):
+            if (
+                layout.fits(angles, q.shape[-1])
+                and _same(layout.unrotate(q, angles))
+                and _same(layout.unrotate(k, angles))
+            ):
                 return Positions(known=True, rotary=layout)
     return Positions(known=False)
 

@@ -22,7 +22,7 @@ Watch = Callable[[Spec, int, float, float | None], None]  # spec, step, loss, la
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ProbeJob:
     """What is sent to a worker: plain data only."""
 
     spec: Spec
@@ -30,7 +30,7 @@ class Job:
     threads: int = 1
 
 
-def execute(job: Job, report: Report | None = None) -> dict[str, Any]:
+def execute(job: ProbeJob, report: Report | None = None) -> dict[str, Any]:
     """Train what the spec says; returns `result` and `provenance`, ready for the store."""
     spec = job.spec
     with in_threads(job.threads), torch.random.fork_rng(devices=[]):
@@ -52,7 +52,7 @@ def in_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _watched(watch: Watch, job: Job) -> dict[str, Any]:
+def _watched(watch: Watch, job: ProbeJob) -> dict[str, Any]:
     return execute(job, functools.partial(watch, job.spec))
 
 
@@ -119,8 +119,8 @@ def run_all(
     runs.announce(sweep, specs)
     missing = [dict(spec) for spec in runs.missing(specs)]
     _drop_checkpoints(checkpoints, [spec for spec in specs if spec not in missing])  # a kill may have come in between
-    jobs = [Job(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
-    function: Callable[[Job], dict[str, Any]] = execute
+    jobs = [ProbeJob(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
+    function: Callable[[ProbeJob], dict[str, Any]] = execute
     if watch is not None and workers == 1 and ray is None:
         function = functools.partial(_watched, watch)
     for outcome in engine.run(function, jobs, workers=workers, ray=ray, retries=retries):

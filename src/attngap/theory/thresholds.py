@@ -17,7 +17,7 @@ from torch import Tensor
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism as make_mechanism
 from attngap.mechanisms.catalogue import mechanism_class
-from attngap.mechanisms.fit import QUICK, begin
+from attngap.mechanisms.fit import QUICK, init_prototypes
 from attngap.theory.critical import critical_needle, first_true
 from attngap.theory.datasets import tokens
 from attngap.theory.kernels import Number
@@ -116,7 +116,7 @@ def _fit(mechanism: Mechanism, bench: Bench) -> None:
     _, q, k, _ = bench.inputs(FIT_NEEDLES)
     with torch.no_grad():
         target = bench.outputs(exact, FIT_NEEDLES)
-    begin(mechanism, q, k, sharpness=QUICK.sharpness)
+    init_prototypes(mechanism, q, k, sharpness=QUICK.sharpness)
     optimizer = torch.optim.Adam(mechanism.parameters(), lr=FIT_RATE)
     for _ in range(FIT_STEPS):
         optimizer.zero_grad()

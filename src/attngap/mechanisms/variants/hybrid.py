@@ -85,7 +85,7 @@ class Hybrid(Mechanism):
             raise AttngapError(
                 "hybrid: features of turned-back keys need the cos and sin of the positions: pass rotary"
             )
-        return self.rotary.back(q, rotary), self.rotary.back(k, rotary)
+        return self.rotary.unrotate(q, rotary), self.rotary.unrotate(k, rotary)
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         return self._encode(q, k, v, position, mask, q, k)
