@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from attngap.charts.frame import GRAY, SERIES, Row, altair, rows
 
@@ -51,7 +52,8 @@ def score_against_state(points: Sequence[Row], metric: str, chance: float, best:
     # A name stands on the side where there is room for it.
     middle = math.sqrt(low * max(high, 2 * low))
     labels = place_labels(points, max(heights) + room)
-    for align, dx, right in (("left", 7, False), ("right", -7, True)):
+    sides: tuple[tuple[Any, int, bool], ...] = (("left", 7, False), ("right", -7, True))
+    for align, dx, right in sides:
         here = [label for label in labels if (label["state_floats"] > middle) == right]
         words = alt.Chart(rows(here)).mark_text(align=align, dx=dx)
         layers.append(words.encode(x=x, y=alt.Y("place:Q", title=metric), text="mechanism:N", color=color))

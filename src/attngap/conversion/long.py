@@ -64,7 +64,7 @@ class LongCalibration:
     def seen(self, layer: int) -> Sequence[Seen]:
         """What a layer read and wrote in them; handed out once, for it is large."""
         found = self._seen.pop(layer, [])
-        return [Seen(*(x.float() for x in each[:4]), each.rotary) for each in found]
+        return [Seen._make((*(x.float() for x in each[:4]), each.rotary)) for each in found]
 
     def _past(self, place: int) -> Past:
         if place not in self._short:

@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -114,7 +115,7 @@ class ConversionRun:
     def fit_and_choose(self, ray: str | None) -> Keep:
         """Fit every layer to its own outputs, then choose the heads that keep softmax."""
         o = self.options
-        steps = {"steps": o.steps, "check": max(1, o.steps // 4), "batch": 2}
+        steps: dict[str, Any] = {"steps": o.steps, "check": max(1, o.steps // 4), "batch": 2}
         fit = FitOptions(heldout=self.heldout, seed=o.seed, horizon=self.length, **steps)
         longer = None
         if self.long is not None:

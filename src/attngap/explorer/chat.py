@@ -1,7 +1,7 @@
 """A conversation with the original and the converted model side by side, a token of each in turn."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attngap.errors import AttngapError
@@ -19,7 +19,7 @@ class Chat:
         self.sentences = sentences
         self.talks = {name: Conversation(model, sentences.tokenizer) for name, model in sentences.models.items()}
 
-    def lines(self, histories: dict[str, Sequence[Message]], tokens: int) -> Iterator[str]:
+    def lines(self, histories: Mapping[str, Sequence[Message]], tokens: int) -> Iterator[str]:
         """JSON lines: {model, text, tokens, cache_bytes, seconds}, or {error}, as they come."""
         if not 1 <= tokens <= MOST_NEW:
             raise AttngapError(f"tokens must be 1 to {MOST_NEW}, got {tokens}")

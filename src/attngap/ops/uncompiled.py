@@ -53,7 +53,7 @@ def plain_tensor(name: str, x: Tensor) -> Tensor:
     """The same numbers as memory of their own."""
     if getattr(type(x), "__torch_dispatch__", PLAIN) is not PLAIN:
         raise AttngapError(f"{name} is a {type(x).__name__}: ops compute on plain tensors")
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore[reportAttributeAccessIssue]
         raise AttngapError(f"{name} is inside vmap or another transform of torch.func, which ops do not support")
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")

@@ -47,5 +47,6 @@ class _Native(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         x, taps = ctx.saved_tensors
-        grads = plain_grads(*grads)
-        return compiled.backward(x, taps, grads[0].contiguous())
+        (grad,) = plain_grads(*grads)
+        assert grad is not None  # there is one output
+        return compiled.backward(x, taps, grad.contiguous())

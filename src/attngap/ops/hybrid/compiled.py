@@ -94,7 +94,8 @@ class HybridCompiled(torch.autograd.Function):
         near = any(wanted[i] for i in (0, 1, 2, 6, 7))
         results = out, unit, norm, coefficient
         above = plain_grads(*above)
-        found = backward(sources[:6], sources[6:9], *sources[9:], tokens, setting, results, above, near=near)
+        S, z = sources[9:]
+        found = backward(sources[:6], sources[6:9], S, z, tokens, setting, results, above, near=near)
         return (*(x if want else None for x, want in zip(found, wanted, strict=True)), None, None, None)
 
 
@@ -106,7 +107,7 @@ def _inputs(inputs, past, S, z, tokens: Tokens) -> tuple[Any, Any]:
     held = (gain[..., None], z[..., None])
     rows = as_rows(q, k, v, fq, fk, held[0], *past, S, held[1])
     index = 0 if tokens.index is None else tokens.index.data_ptr()
-    return kernels.Inputs(*rows, tokens.seen.data_ptr(), tokens.lengths.data_ptr(), index), held
+    return kernels.Inputs._make((*rows, tokens.seen.data_ptr(), tokens.lengths.data_ptr(), index)), held
 
 
 def forward_room(inputs, setting: Setting) -> Scratch:

@@ -107,9 +107,9 @@ def _compiled(state: State, inputs, real, kept: KeptHeads, *, window, sinks, sca
     *tensors, to = as_rows(*inputs[:5], gains, out)
     held = as_rows(state["k"], state["v"], state["fk"], state["S"], sums)
     arguments = (
-        kernels.Token(*tensors, flags.data_ptr(), to),
-        kernels.State(*held, seen.data_ptr()),
-        kernels.Kept(*as_rows(kept.keys, kept.values, allowed), place.data_ptr()),
+        kernels.Token._make((*tensors, flags.data_ptr(), to)),
+        kernels.State._make((*held, seen.data_ptr())),
+        kernels.Kept._make((*as_rows(kept.keys, kept.values, allowed), place.data_ptr())),
         kernels.Options(window, sinks, scale, relative),
         scratch.room,
     )

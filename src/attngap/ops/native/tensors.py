@@ -41,7 +41,9 @@ def _rows(x: Tensor) -> Rows:
         )
     size = x.element_size()
     by_batch, by_head, by_row, by_column = x.stride()
-    return Rows(x.data_ptr(), *x.shape, by_batch * size, by_head * size, by_row * size, by_column * size)
+    batch, heads, length, width = x.shape
+    strides = by_batch * size, by_head * size, by_row * size, by_column * size
+    return Rows(x.data_ptr(), batch, heads, length, width, *strides)
 
 
 def plain_grads(*grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -66,13 +66,14 @@ def called_kernel(f: Callable) -> Callable[..., Any]:
 
 def _compile(f: Callable, options: dict[str, Any]) -> Callable[..., Any]:
     plain = inspect.unwrap(f)  # without what checks types under test
+    njit: Any = numba.njit
     try:
-        return numba.njit(**options)(plain)
+        return njit(**options)(plain)
     except RuntimeError as error:
         if "no locator available" not in str(error):
             raise
         _say_not_kept()
-        return numba.njit(**{**options, "cache": False})(plain)
+        return njit(**{**options, "cache": False})(plain)
 
 
 @functools.cache
