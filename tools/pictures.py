@@ -30,7 +30,7 @@ def _success(kernel, n: int, needle: float) -> float:
 
 
 def photograph(report: Path, path: Path, head: str | None) -> None:
-    """The top of a report, as a person first sees it, with one head open."""
+    """The answer of a report, its numbers and the map of heads, one chosen: the parts that stand for the whole."""
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser_path is None:
         sys.exit("pictures: no chromium on this machine; Debian: apt-get install chromium")
@@ -42,7 +42,12 @@ def photograph(report: Path, path: Path, head: str | None) -> None:
         if head:
             page.select_option("#head [data-head]", head)
         page.wait_for_timeout(500)  # the chosen square is outlined
-        page.screenshot(path=str(path))
+        page.evaluate(
+            """() => { document.querySelector('.top').style.position = 'static';
+            document.querySelectorAll('main > section:not(#heads-section), #heads, #head, #heads-section .note')
+                .forEach((one) => one.remove()); }"""
+        )
+        page.screenshot(path=str(path), full_page=True)
         browser.close()
 
 
