@@ -225,3 +225,11 @@ def test_a_folder_of_the_user_is_left_as_it_is(place, tmp_path, monkeypatch, ver
 def test_a_file_is_no_folder(place):
     found = run(place, "linearize", place / "base", "-o", place / "text.txt")
     assert "is a file. Choose a folder" in str(found.exception)
+
+
+def test_a_base_given_by_a_relative_path_is_found_from_anywhere(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    run(place, "linearize", "base", "--keep", "0.5", "-o", "relative", "--no-measure")
+    monkeypatch.chdir(tmp_path)
+    found = run(place, "generate", place / "relative", "the cat", "--tokens", "2", "--json")
+    assert found.exit_code == 0, found.exception

@@ -1,5 +1,6 @@
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,9 @@ def test_versions_outside_the_range_are_told():
         compat.check_versions({"transformers": "5.2.0"})
     with pytest.warns(UserWarning, match=r"torch from 2.6 to below 3, found 3.1, which has not been tried"):
         compat.check_versions({"torch": "3.1"})
+
+
+def test_the_package_asks_for_the_versions_that_are_supported():
+    asked = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, (least, beyond) in compat.SUPPORTED.items():
+        assert f"{name}>={least},<{beyond}" in asked

@@ -20,7 +20,7 @@ from attngap.models.mode import in_evaluation
 from attngap.models.plan import Plan, Replacement, architecture
 from attngap.models.positions import layer_positions
 from attngap.models.save import CARD, RECORD, Base, describe, mark, record, save, weights_hash
-from attngap.models.swap import LayerShape, layer_shapes
+from attngap.models.swap import LayerShape, check_replaceable, layer_shapes
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from attngap.storage.files import write_text
 from attngap.storage.folder import check_output, publish
@@ -119,11 +119,8 @@ def effective(options: ConversionOptions, plan: Plan | None) -> ConversionOption
 def replaceable_layers(model: PreTrainedModel) -> list[LayerShape]:
     """The layers that can be replaced; a model without any is refused, with the reason."""
     shapes = layer_shapes(model)
-    able = [shape for shape in shapes if shape.obstacle is None]
-    if not able:
-        why = "; ".join(dict.fromkeys(shape.obstacle or "" for shape in shapes))
-        raise AttngapError(f"No layer of this {architecture(model)} can be replaced: {why}")
-    return able
+    check_replaceable(model, shapes)
+    return [shape for shape in shapes if shape.obstacle is None]
 
 
 def _save(
@@ -135,7 +132,7 @@ def _save(
 ) -> None:
     with publish(folder, RECORD) as draft:
         card = model_card(receipt, record(converted))
-        save(converted, draft, tokenizer=tokenizer, original=original, card=card)
+        save(converted, draft, tokenizer=tokenizer, original=original, card=card, place=folder)
         receipt.save(draft)
 
 

@@ -110,16 +110,19 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     original: PreTrainedModel | None = None,
     card: str | None = None,
+    place: str | Path | None = None,
 ) -> None:
     """Write a converted model: the adapter alone, or with the `original` beside it a folder that needs nothing else.
 
     Where the base's weights are no longer those it was converted from, because it was trained or cast, they are written
-    too, whether asked for or not: a folder loads as the model that was saved.
+    too, whether asked for or not: a folder loads as the model that was saved. `place` is where the folder will stand,
+    if it is written somewhere else first: a relative path to the base is seen from there.
 
     >>> attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)  # doctest: +SKIP
     """
     conversion = record(model)
     folder = Path(directory)
+    place = Path(directory if place is None else place)
     plain = undone(model)
     found = weights_hash(plain)
     try:
@@ -130,7 +133,7 @@ def save(
                 tokenizer.save_pretrained(folder / BASE)
             base = conversion.base.model_copy(update={"name": BASE, "sha256": found})
         else:
-            base = conversion.base.model_copy(update={"name": _seen_from(folder, conversion.base.name)})
+            base = conversion.base.model_copy(update={"name": _seen_from(place, conversion.base.name)})
         save_file(_adapter(model), folder / WEIGHTS, metadata={"format": "pt"})
         conversion = conversion.model_copy(update={"base": base}).sealed(_file_hash(folder / WEIGHTS))
         config = config_json(conversion.base.architecture)
@@ -142,7 +145,7 @@ def save(
         if card is not None:
             (folder / CARD).write_text(card, encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise AttngapError(f"Cannot write the model to '{folder}': {error}. Choose another folder") from error
+        raise AttngapError(f"Cannot write the model to '{place}': {error}. Choose another folder") from error
 
 
 def _seen_from(folder: Path, name: str) -> str:
