@@ -119,6 +119,7 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
 
     def hook(part: MixedHeads, args: tuple, out: Tensor) -> Tensor:
         q, k, v, mask, scale, rotary = args
+        q, k, v = (x.to(part.dtype) for x in (q, k, v))  # a model of half precision has replacements of single
         with torch.no_grad():
             group = q.shape[1] // k.shape[1]
             exact = F.scaled_dot_product_attention(
@@ -129,10 +130,10 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
                 is_causal=part.mechanism.causal and mask is None,
                 scale=scale,
             )
-            change = exact - out
+            change = exact - out.to(exact.dtype)
             if len(part.keep):
                 change[:, part.keep] = (exact - part.mechanism(None, q, k, v, rotary=rotary)[1])[:, part.keep]
-        return out + share[..., None] * change
+        return (out + share[..., None] * change).to(out.dtype)
 
     return hook
 

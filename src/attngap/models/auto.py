@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from attngap.errors import AttngapError
+from attngap.models.compat import attention_of
 
 MODEL_TYPE = "attngap"
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM)
@@ -69,10 +70,11 @@ class ConvertedModel:
     ) -> PreTrainedModel:
         from attngap.models.save import load_converted_model
 
-        if attn_implementation not in (None, "sdpa", MODEL_TYPE):
+        config = options.get("config")  # where the Auto classes put what they were asked for
+        asked = attn_implementation or (None if config is None else attention_of(config))
+        if asked not in (None, "sdpa", MODEL_TYPE):
             raise AttngapError(
-                f"attn_implementation={attn_implementation!r} would undo the conversion. Load the original for another "
-                "attention"
+                f"attn_implementation={asked!r} would undo the conversion. Load the original for another attention"
             )
         refused = [name for name, value in options.items() if value and name not in (*PASSED_ON, *OWN)]
         if refused:

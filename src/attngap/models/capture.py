@@ -46,7 +46,10 @@ CLOSE_HALF = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of the attention function. q and k carry their rotary embedding; k and v may have fewer heads."""
+    """One call of the attention function. q and k carry their rotary embedding; k and v may have fewer heads.
+
+    Tensors are in single precision at least, whatever the model computes in: sums and fits of half precision are none.
+    """
 
     layer: int  # counts calls, not modules: a shared module is a layer each time it is called
     module: nn.Module
@@ -233,25 +236,29 @@ def _attend(
     call = Call(
         layer=layer,
         module=module,
-        q=query,
-        k=key,
-        v=value,
+        q=_at_least_float(query),
+        k=_at_least_float(key),
+        v=_at_least_float(value),
         mask=attention_mask,
         bias=kwargs.get("position_bias"),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         causal=bool(causal) and not cross and query.shape[2] > 1,
         window=kwargs.get("sliding_window"),
         cross=cross,
-        output=output.transpose(1, 2),
+        output=_at_least_float(output.transpose(1, 2)),
         rotary=None if cross else angles_of(module),
         linear=_linear(module, query.shape[1]),
     )
-    _explain(call, watch.kind)
+    _explain(call, watch.kind, query.dtype)
     replaced = watch.observe(call)
-    return output if replaced is None else replaced.transpose(1, 2).contiguous(), None
+    return output if replaced is None else replaced.transpose(1, 2).contiguous().to(output.dtype), None
 
 
-def _explain(call: Call, kind: str) -> None:
+def _at_least_float(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _explain(call: Call, kind: str, dtype: torch.dtype) -> None:
     """Refuse a module whose output is not the softmax of what was captured: every number about it would be wrong."""
     length = call.q.shape[2]
     if length < 2 * _EXPLAINED.get(call.module, 0) or call.module.training:  # dropout explains a difference
@@ -259,7 +266,7 @@ def _explain(call: Call, kind: str) -> None:
     mask = call.mask
     biased = mask is not None and mask.dtype != torch.bool and bool(((mask > FORBIDS) & (mask != 0)).any())
     error = unexplained(call)
-    if biased or error > CLOSE.get(call.q.dtype, CLOSE_HALF):
+    if biased or error > CLOSE.get(dtype, CLOSE_HALF):
         raise AttngapError(
             f"{type(call.module).__name__} of {kind} computes something else than softmax over its queries and keys: "
             f"layer {call.layer} is off by {error:.1%} (a mask with numbers of its own, as a rule). "
