@@ -147,11 +147,6 @@ def _name(model: PreTrainedModel) -> str:
 
 
 def _check_model(model: PreTrainedModel, options: ConversionOptions) -> None:
-    if model.config.is_encoder_decoder:
-        raise AttngapError(
-            f"{type(model).__name__} is an encoder with a decoder; these are diagnosed but not converted. Give one "
-            "that is either"
-        )
     limit = longest(model)
     if limit is not None and options.context > limit:
         raise AttngapError(f"context {options.context} is beyond the model's {limit} positions. Give at most {limit}")

@@ -300,10 +300,15 @@ def _obstacle(call: Call, cache: Any, index: Any, *, causal: bool, shared: bool,
 
 def check_replaceable(model: PreTrainedModel, shapes: Iterable[LayerShape]) -> None:
     """Refuse, before anything is fitted, a model none of whose layers can be replaced."""
-    shapes = list(shapes)
-    if all(shape.obstacle for shape in shapes):
-        reason = shapes[0].obstacle
-        raise AttngapError(f"No layer of this {type(model).__name__} can be replaced. Layer 0: {reason}")
+    if model.config.is_encoder_decoder:
+        raise AttngapError(
+            f"{type(model).__name__} is an encoder with a decoder; these are diagnosed but not converted. Give one "
+            "that is either"
+        )
+    obstacles = [shape.obstacle for shape in shapes]
+    if all(obstacles):
+        why = "; ".join(dict.fromkeys(each or "" for each in obstacles))
+        raise AttngapError(f"No layer of this {type(model).__name__} can be replaced: {why}")
 
 
 def swap(model: PreTrainedModel, layers: Mapping[int, tuple[Mechanism, Iterable[int]]]) -> PreTrainedModel:
