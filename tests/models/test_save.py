@@ -63,6 +63,15 @@ def test_adapter_round_trip_to_the_bit(base, tmp_path):
     assert (again.layers, again.plan, again.base) == (record(model).layers, record(model).plan, record(model).base)
 
 
+def test_a_folder_of_the_schema_before_still_loads(base, tmp_path):
+    _, words, model = converted(base)
+    attngap.save(model, tmp_path, tokenizer=words)
+    path = tmp_path / "attngap.json"
+    content = json.loads(path.read_text()) | {"schema": "attngap.conversion/1"}
+    path.write_text(json.dumps({name: x for name, x in content.items() if name not in ("adapter", "seal")}))
+    assert torch.equal(logits(attngap.load(tmp_path)[0]), logits(model))
+
+
 def test_a_full_folder_needs_nothing_else(base, tmp_path):
     original, words, model = converted(base)
     save(model, tmp_path / "here", tokenizer=words, original=original)

@@ -23,7 +23,7 @@ from attngap.models.swap import mixed_heads, swap
 from attngap.models.twin import CHILD, undone
 from attngap.provenance import provenance
 
-SCHEMA = "attngap.conversion/2"
+SCHEMA, BEFORE = "attngap.conversion/2", "attngap.conversion/1"
 LARGEST = 2**26  # bytes of a record: a thousand layers take a thousandth of it
 RECORD, WEIGHTS, BASE, CARD = "attngap.json", "adapter.safetensors", "base", "README.md"
 
@@ -254,6 +254,14 @@ def load_base_model(folder: Path, conversion: Conversion, base: str | None = Non
     return original
 
 
+def _validated(text: str, folder: Path) -> Conversion:
+    """The record; one of the schema before, which had no hashes, gets those of the files as they are."""
+    if f'"{BEFORE}"' not in text:
+        return Conversion.model_validate_json(text)
+    content = {"lora": 0} | json.loads(text) | {"schema": SCHEMA}
+    return Conversion.model_validate_json(json.dumps(content)).sealed(_file_hash(folder / WEIGHTS))
+
+
 def read_record(folder: Path) -> Conversion:
     """attngap.json, checked: of this version, with every field of its own type, and as it was written."""
     path = folder / RECORD
@@ -262,7 +270,7 @@ def read_record(folder: Path) -> Conversion:
             raise AttngapError(f"'{folder}' is not a converted model: it has no {RECORD}. Write one: attngap linearize")
         if path.stat().st_size > LARGEST:
             raise AttngapError(f"'{path}' has {path.stat().st_size} bytes; a record has a few thousand")
-        found = Conversion.model_validate_json(path.read_text(encoding="utf-8"))
+        found = _validated(path.read_text(encoding="utf-8"), folder)
     except (OSError, UnicodeDecodeError) as error:
         raise AttngapError(f"'{folder}' is not a converted model: {error}. Write one: attngap linearize") from error
     except ValidationError as error:
