@@ -51,9 +51,10 @@ def hybrid_attention(
     arXiv 2410.10254). With `relative` the features are measured against the row's largest near logit c_i, as
     exp(c_i + log_gain_i) fq_i.fk_j. Time is linear in t, the state constant in size. `log_gain` is None (zero), (h,) or
     (b, h, t); `mask` is (b, t), True at real tokens: others are not attended to, do not count as positions, and give
-    zero rows. `chunk` is the number of rows computed at a time. With `inplace` a state handed in is overwritten where
-    that saves time, as in decoding; it needs torch.no_grad. `near`, from `near_attention` on the same q, k and v,
-    spares computing the near part again: for fitting features to a whole unpadded sequence.
+    zero rows. In float32 and float64 on the CPU a compiled kernel computes it where numba is installed; otherwise,
+    and if `chunk` is given, in blocks of so many rows. With `inplace` a state handed in is overwritten where that saves
+    time, as in decoding; it needs torch.no_grad. `near`, from `near_attention` on the same q, k and v, spares computing
+    the near part again: for fitting features to a whole unpadded sequence.
 
     A row is measured in units of the larger of its largest near weight and its far mass, so nothing overflows. A
     normalizer below 1e-6 in that unit (possible only with features of both signs) is replaced by 1e-6 with its sign.
