@@ -50,7 +50,7 @@ def load_sweep(path: str | Path) -> tuple[str, list[Spec]]:
     try:
         return read_sweep(table, default_name=path.stem)
     except (AttngapError, TypeError, ValueError, OverflowError, AttributeError) as error:  # any type may stand anywhere
-        raise AttngapError(f"{path}: {error}") from error
+        raise AttngapError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def read_sweep(table: Mapping[str, Any], default_name: str = "sweep") -> tuple[str, list[Spec]]:

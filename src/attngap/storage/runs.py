@@ -97,7 +97,9 @@ class Runs:
             self._db = sqlite3.connect(uri, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
             self._prepare(readonly)
         except sqlite3.DatabaseError as error:
-            raise AttngapError(f"{self.path} cannot be used as a run database: {error}. Give another --db") from error
+            raise AttngapError(
+                f"{self.path} cannot be used as a run database: {' '.join(str(error).split())}. Give another --db"
+            ) from error
 
     def _prepare(self, readonly: bool) -> None:
         if not readonly:
@@ -194,7 +196,7 @@ class Runs:
             rows = self._db.execute(query + " ORDER BY finished, key", {**wanted, "sweep": sweep}).fetchall()
             found = [Record(key, *map(json.loads, parts), finished=finished) for key, *parts, finished in rows]
         except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
-            raise AttngapError(f"{self.path} is damaged: {error}. Give another --db") from error
+            raise AttngapError(f"{self.path} is damaged: {' '.join(str(error).split())}. Give another --db") from error
         if any(not isinstance(part, dict) for each in found for part in (each.spec, each.result, each.provenance)):
             raise AttngapError(f"{self.path} is damaged: a run is no table of values. Give another --db")
         return found
