@@ -202,7 +202,9 @@ def pair(model):
 def test_a_converted_head_stands_beside_the_original(pair, tmp_path):
     client = TestClient(create([tmp_path], pair), base_url="http://127.0.0.1")
     text = "attention is all"
-    rows = {row["id"]: row for row in client.get("/api/sentence", params={"text": text}).json()["heads"]}
+    answer = client.get("/api/sentence", params={"text": text}).json()
+    assert answer["exact"] == 4
+    rows = {row["id"]: row for row in answer["heads"]}
     assert [id for id, row in rows.items() if row["replaced"]] == ["0.0", "0.2", "0.3"]
     assert rows["0.1"]["changed"] == pytest.approx(0, abs=1e-6)
     assert rows["0.2"]["changed"] > 0.01

@@ -39,7 +39,18 @@ QUICK = Sizes(
     phase={"n": 2**10, "d": 66, "m": 20, "b": 0.5, "cells": 4},
 )
 KEEP = 0.1
-PROMPT = "The three primary colors are red, blue and yellow. The three primary colors are"
+# Longer than sinks and window, with something at the start to recall: within the window both models are equal.
+PROMPT = (
+    "The code word for the north gate is marigold. Nobody wrote it down; the keeper told it to her daughter, and the "
+    "daughter remembered it. The house stood on a hill above the river. In the morning the fog came up from the water "
+    "and covered the lower fields, so that only the roofs and the tops of trees could be seen. By noon it was gone. "
+    "The road from the village led past the mill, over a stone bridge and through a wood of old beeches. Carts came up "
+    "twice a week with flour, lamp oil and letters. In winter, when the road was closed, the people of the house lived "
+    "on what they had stored, and in the evenings they sat by the fire and told each other stories about the sea, which "
+    "most of them had never seen. One day a stranger came to the north gate and asked to be let in. The keeper's "
+    "daughter asked him for the code word. The stranger thought for a while, then he said the code word for the north "
+    "gate, which is"
+)
 NEW_TOKENS = 40
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attngap.errors import AttngapError
 from attngap.explorer.weights import picture
+from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, allowed, capture
 from attngap.models.swap import mixed_heads
 
@@ -43,7 +44,13 @@ class Sentences:
                     row["changed"] = distance(matrix, models["converted"][layer][head])
                     row["replaced"] = layer in kept and head not in kept[layer]
                 rows.append(row)
-        return {"tokens": tokens, "all_tokens": count, "heads": rows}
+        return {"tokens": tokens, "all_tokens": count, "exact": self._exact(), "heads": rows}
+
+    def _exact(self) -> int:
+        """Up to so many tokens every replaced head reads all of them exactly, and nothing can have changed."""
+        parts = mixed_heads(self.models["converted"]).values() if "converted" in self.models else ()
+        near = [part.mechanism for part in parts]
+        return min((m.window + m.sinks if isinstance(m, Hybrid) else 0 for m in near), default=0)
 
     def pattern(self, text: str, layer: int, head: int) -> dict[str, Any]:
         """The head's weights, as `original` and, of a converted model, as `converted`."""

@@ -175,7 +175,8 @@ const runSentence = live(sentenceForm, async (values, signal) => {
   const [shown, all] = [sentence.tokens.length, sentence.all_tokens];
   const cut = all > shown ? ` (the first of ${all}; the rest is left out)` : "";
   const verdicts = Object.keys(sentence.verdicts).length ? "; dots: heads that a diagnosis keeps" : "";
-  return `${shown} tokens${cut}, ${sentence.heads.length} heads${verdicts}`;
+  const same = shown <= sentence.exact ? `; replaced heads are exact up to ${sentence.exact} tokens: write more to see them differ` : "";
+  return `${shown} tokens${cut}, ${sentence.heads.length} heads${verdicts}${same}`;
 }, true);
 sentenceForm?.elements.color.addEventListener("change", () => sentence && colorSentence());
 
