@@ -46,7 +46,7 @@ PROMPT = (
     "and covered the lower fields, so that only the roofs and the tops of trees could be seen. By noon it was gone. "
     "The road from the village led past the mill, over a stone bridge and through a wood of old beeches. Carts came up "
     "twice a week with flour, lamp oil and letters. In winter, when the road was closed, the people of the house lived "
-    "on what they had stored, and in the evenings they sat by the fire and told each other stories about the sea, which "
+    "on what they had stored, and in the evenings they sat by the fire and told each other stories of the sea, which "
     "most of them had never seen. One day a stranger came to the north gate and asked to be let in. The keeper's "
     "daughter asked him for the code word. The stranger thought for a while, then he said the code word for the north "
     "gate, which is"

@@ -1,6 +1,6 @@
 """The same prompt, continued by both models, and where they part."""
 
-import os
+import itertools
 
 from attngap.report.page import Block, Section, Text
 from attngap.report.results import Results
@@ -26,5 +26,6 @@ def parting(texts: list[str]) -> str:
     """
     if len(set(texts)) == 1:
         return "Both wrote the same."
-    common = os.path.commonprefix(texts).rpartition(" ")[0].strip()
+    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    common = "".join(letters[0] for letters in same).rpartition(" ")[0].strip()
     return f'They agree up to "{common}" and part there.' if common else "They part at the first word."
