@@ -20,12 +20,8 @@ def small(tmp_path, monkeypatch):
     """The same steps on a random two-layer model."""
     model, tokenizer = tiny_models.make("llama"), tiny_models.tokenizer()
     model.config.max_position_embeddings = 4096
-    from attngap.models import load as loading
-
-    real = loading.load
-    monkeypatch.setattr(
-        loading, "load", lambda name, **options: (model, tokenizer) if name == "tiny" else real(name, **options)
-    )
+    model.save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
     sizes = demo.Sizes(
         diagnosis={"context": 64, "passages": 2, "ranks": (4,), "draws": 1, "window": 16},
         conversion={"context": 64, "tokens": 512, "steps": 2, "joint": 1, "rounds": 1},
@@ -38,7 +34,9 @@ def small(tmp_path, monkeypatch):
 
 
 def tell(folder, *extra: str):
-    return run(app, ["demo", "--folder", str(folder), "--model", "tiny", *extra], catch_exceptions=False)
+    return run(
+        app, ["demo", "--folder", str(folder), "--model", str(folder.parent / "tiny"), *extra], catch_exceptions=False
+    )
 
 
 def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
@@ -52,7 +50,7 @@ def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
     assert str((small / "report.html").absolute()) in first.output.replace("\n", "")
     commands = [shlex.split(line, comments=True) for line in first.output.split("Next:")[1].strip().splitlines()]
     assert [words[1] for words in commands] == ["serve", "generate", "diagnose", "linearize"]
-    assert commands[0][2:] == [str(small), "--model", "tiny"]
+    assert commands[0][2:] == [str(small), "--model", str(small.parent / "tiny")]
 
     def never(*_, **__):
         raise AssertionError("a finished step was computed again")

@@ -54,7 +54,7 @@ def test_the_number_of_threads_is_restored():
 
 
 def test_processes_and_this_process_give_the_same_numbers(monkeypatch):
-    monkeypatch.setattr("attngap.diagnosis.bounds.WORTH", 0)
+    monkeypatch.setattr("attngap.diagnosis.bounds.PARALLEL_FROM", 0)
     a, v = weights(True), torch.randn(3, 40, 5, generator=torch.Generator().manual_seed(1))
     threads = torch.get_num_threads()
     found = []

@@ -201,7 +201,10 @@ def test_the_checked_in_sweep_is_sound():
         ),
         ("[[grid]]\ntasks = ['copy']\nmechanisms = ['elu']\nseeds = 'a'", "seeds must be a count or a list"),
         ("[[grid]]\ntasks = ['mqar']\nmechanisms = ['elu']\n[grid.task]\npairs = 1000", "pairs must be at most half"),
-        ("[[grid]]\ntasks = ['copy']\nmechanisms = ['elu']\nlearning_rates = [0.0]", "learning_rate must be above 0"),
+        (
+            "[[grid]]\ntasks = ['copy']\nmechanisms = ['elu']\nlearning_rates = [0.0]",
+            "learning_rate must be a number above 0",
+        ),
     ],
 )
 def test_bad_files(tmp_path, text, message):

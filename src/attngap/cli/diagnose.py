@@ -7,7 +7,6 @@ import typer
 
 from attngap.diagnosis.options import DiagnosisOptions
 from attngap.errors import AttngapError
-from attngap.storage.folder import check_output
 
 if TYPE_CHECKING:
     from attngap.diagnosis.result import Diagnosis, Head
@@ -62,6 +61,8 @@ def diagnose(
         draws=draws,
         seed=seed,
     )
+    from attngap.storage.folder import check_output
+
     check_output(output, "diagnosis.json", "diagnosis", overwrite=overwrite)
     from attngap.diagnosis.diagnose import diagnose as run
     from attngap.heads.passages import read

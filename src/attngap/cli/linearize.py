@@ -10,7 +10,6 @@ from attngap.cli import complete
 from attngap.conversion.options import ConversionOptions
 from attngap.errors import AttngapError
 from attngap.options import KEEP
-from attngap.storage.folder import check_output
 
 if TYPE_CHECKING:
     from attngap.conversion.receipt import Receipt
@@ -74,6 +73,8 @@ def linearize(
     given |= {"mechanism": mechanism, "window": window, "sinks": sinks, "context": context, "tokens": tokens}
     given |= {"length": length, "steps": steps, "joint": joint, "rounds": rounds, "lora": lora, "seed": seed}
     options = ConversionOptions(**{name: value for name, value in given.items() if value is not None})
+    from attngap.storage.folder import check_output
+
     check_output(output, "attngap.json", "converted model", overwrite=overwrite)
     from attngap.conversion.linearize import linearize as run
     from attngap.heads.passages import read

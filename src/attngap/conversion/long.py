@@ -74,7 +74,7 @@ class LongCalibration:
     def judges(self) -> list[Slice]:
         """The ends of the held-out passages; of the long ones their ends and a place amid each."""
         context, length = self.short.shape[1], self.length
-        first = max(self.exact, context - ROWS)
+        first = max(min(self.exact, context // 2), context - ROWS)
         ends = [Slice(self._past(len(self.short) - 1 - i), first, context) for i in range(self.heldout)]
         facts, repeated = self._long
         amid = length // 2 - ROWS // 2
@@ -98,12 +98,13 @@ class LongCalibration:
                 first = self.exact if past is self._long[0] else period_of(self.repeated)
             else:
                 past, first = self._past(int(torch.randint(train, (), generator=generator))), self.exact
-            last = past.tokens.shape[1] - ROWS
+            size = past.tokens.shape[1]
+            last = max(0, size - ROWS)
             while True:
                 start = int(torch.randint(min(first, last), last + 1, (), generator=generator))
                 if not any(p is past and start < stop and begin < start + ROWS for p, begin, stop in held):
                     break
-            yield Slice(past, start, start + ROWS)
+            yield Slice(past, start, min(start + ROWS, size))
 
 
 def prune_by_slices(
