@@ -28,14 +28,14 @@ class Sizes(NamedTuple):
 FULL = Sizes(
     diagnosis={"context": 512, "passages": 2, "ranks": (16, 64), "draws": 2, "window": 128},
     conversion={"context": 512, "tokens": 8192, "length": 2048, "steps": 60, "joint": 12, "rounds": 1},
-    measures={"passages": 3, "trials": 1, "lengths": (512,), "contexts": (1024, 4096, 16384)},
+    measures={"passages": 3, "lengths": (512,), "by_length": (512, 1024, 2048), "contexts": (1024, 4096, 16384)},
     phase={"n": 2**20, "d": 514, "m": 40, "b": 0.5, "cells": 24},
 )
 # Every step, too short to mean anything: shows that an installation works.
 QUICK = Sizes(
     diagnosis={"context": 128, "passages": 1, "ranks": (8,), "draws": 1, "window": 32},
     conversion={"context": 128, "tokens": 1024, "length": 128, "steps": 2, "joint": 1, "rounds": 1},
-    measures={"passages": 1, "trials": 1, "lengths": (128,), "contexts": (256,)},
+    measures={"passages": 1, "lengths": (128,), "by_length": (256,), "contexts": (256,)},
     phase={"n": 2**10, "d": 66, "m": 20, "b": 0.5, "cells": 4},
 )
 KEEP = 0.1
