@@ -26,14 +26,10 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith("attngap ") and not line.startswith("attngap serve")]
 
 
-def row(name: str) -> list[str]:
-    """A row of the table under "What you get": original, converted, measured at."""
+def row(name: str) -> list[list[float]]:
+    """A row of the table under "What you get": the numbers of each of its lengths."""
     (found,) = re.findall(rf"^\| {name}[^|]*\|(.*)\|$", README, flags=re.MULTILINE)
-    return [cell.strip() for cell in found.split("|")]
-
-
-def number(cell: str) -> float:
-    return float(re.findall(r"[\d.]+", cell)[0])
+    return [[float(number) for number in re.findall(r"[\d.]+", cell)] for cell in found.split("|")]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +59,13 @@ def test_diagnosis_plan_and_conversion_share_one_recipe(folder):
 
 def test_the_numbers_are_those_of_the_table(folder):
     receipt = read(folder / "fast" / "receipt.json")
-    quality, speed = receipt["quality"]["converted"], receipt["speed"]
-    assert quality["perplexity_ratio"] < number(row("perplexity")[1]) + 0.005
-    assert quality["needle"] > 0.95
-    for side, name in enumerate(("original", "converted")):
-        (at_16k,) = (entry for entry in speed[name] if entry["context"] == 16384)
-        assert at_16k["cache_bytes"] / 1e6 == pytest.approx(number(row("cache")[side]), rel=0.02)
+    for place, length in enumerate((1024, 4096, 8192)):
+        parts = {entry["part"]: entry for entry in receipt["by_length"] if entry["length"] == length}
+        assert parts["converted"]["perplexity_ratio"] < row("perplexity")[place][0] + 0.01
+        assert parts["converted"]["divergence"] < 0.5 * parts["without features"]["divergence"]
+        for side, name in enumerate(("original", "converted")):
+            (held,) = (entry["cache_bytes"] for entry in receipt["speed"][name] if entry["context"] == length)
+            assert held / 1e6 == pytest.approx(row("cache")[place][side], rel=0.02)
 
 
 def test_the_page_is_there(folder):

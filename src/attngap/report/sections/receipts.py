@@ -94,13 +94,18 @@ def megabytes(entry: Row) -> str:
 
 
 def longest(content: Row) -> Row | None:
-    """Original and converted at the longest context that both were timed at."""
+    """Original and converted at the longest context both were timed at, within the model's own positions if any is.
+
+    Quality is known there only, and a gain beyond it is none that anybody can have.
+    """
     speed = content.get("speed") or {}
     by_model = {name: {row["context"]: row for row in speed.get(name, [])} for name in ("original", "converted")}
     shared = set(by_model["original"]) & set(by_model["converted"])
     if not shared:
         return None
-    return {"context": max(shared)} | {name: rows[max(shared)] for name, rows in by_model.items()}
+    most = content.get("positions") or math.inf
+    context = max([each for each in shared if each <= most] or shared)
+    return {"context": context} | {name: rows[context] for name, rows in by_model.items()}
 
 
 def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
