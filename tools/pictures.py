@@ -1,4 +1,4 @@
-"""Make the pictures of README and docs: `python tools/pictures.py REPORT.html [HEAD]`, with a report of SmolLM2."""
+"""Make the pictures of README and docs: `python tools/pictures.py REPORT.html`, a report of the README's conversion."""
 
 import shutil
 import sys
@@ -29,25 +29,18 @@ def _success(kernel, n: int, needle: float) -> float:
     return law(kernel, n=n, d=514, a0=0.05, a1=needle, b=0.5, m=40).success
 
 
-def photograph(report: Path, path: Path, head: str | None) -> None:
-    """The answer of a report, its numbers and the map of heads, one chosen: the parts that stand for the whole."""
+def photograph(report: Path, path: Path) -> None:
+    """The top of a report: the answer, the numbers one decides on, and quality against length."""
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser_path is None:
         sys.exit("pictures: no chromium on this machine; Debian: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1180, "height": 1180}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1180, "height": 1120}, color_scheme="light")
         page.goto(report.absolute().as_uri())
         page.wait_for_selector("html[data-ready]")
-        if head:
-            page.select_option("#head [data-head]", head)
-        page.wait_for_timeout(500)  # the chosen square is outlined
-        page.evaluate(
-            """() => { document.querySelector('.top').style.position = 'static';
-            document.querySelectorAll('main > section:not(#heads-section), #heads, #head, #heads-section .note')
-                .forEach((one) => one.remove()); }"""
-        )
-        page.screenshot(path=str(path), full_page=True)
+        page.wait_for_timeout(500)  # charts have drawn
+        page.screenshot(path=str(path))
         browser.close()
 
 
@@ -55,4 +48,4 @@ if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
     draw_law(IMAGES / "law.svg")
     if len(sys.argv) > 1:
-        photograph(Path(sys.argv[1]), IMAGES / "report.png", sys.argv[2] if len(sys.argv) > 2 else None)
+        photograph(Path(sys.argv[1]), IMAGES / "report.png")
