@@ -41,15 +41,15 @@ def test_gradcheck(name):
     gate = [] if case.x is None else [case.x.requires_grad_()]
 
     def mix(q, k, v, *x):
-        return case.mechanism(x[0] if x else None, q, k, v)[1]
+        return case.mechanism(x[0] if x else None, q, k, v)[0]
 
     assert torch.autograd.gradcheck(mix, (*inputs, *gate))
 
 
 class ScaledChunks(Elu):
     def chunked(self, streams, state=None, chunk=None):
-        state, out = super().chunked(streams, state, chunk)
-        return state, out * (1 + 1e-8)
+        out, state = super().chunked(streams, state, chunk)
+        return out * (1 + 1e-8), state
 
 
 class CutGradient(Elu):
@@ -105,8 +105,8 @@ class HiddenNormalization(Retention):
 
 class OtherChunks(Elu):
     def chunked(self, streams, state=None, chunk=None):
-        state, out = super().chunked(streams, state, chunk)
-        return state, out + 1e-6
+        out, state = super().chunked(streams, state, chunk)
+        return out + 1e-6, state
 
 
 class UnusedParameter(Elu):
@@ -142,14 +142,14 @@ class LoadsNothing(Elu):
 
 class StaleMemory(Elu):
     def chunked(self, streams, state=None, chunk=None):
-        state, out = super().chunked(streams, state, chunk)
-        return state, out + 0 * torch.empty_like(out)
+        out, state = super().chunked(streams, state, chunk)
+        return out + 0 * torch.empty_like(out), state
 
 
 class CoarseHalf(Elu):
     def chunked(self, streams, state=None, chunk=None):
-        state, out = super().chunked(streams, state, chunk)
-        return state, out * 1.1 if out.dtype == torch.bfloat16 else out
+        out, state = super().chunked(streams, state, chunk)
+        return out * 1.1 if out.dtype == torch.bfloat16 else out, state
 
 
 BROKEN = [

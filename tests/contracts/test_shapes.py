@@ -30,12 +30,12 @@ def test_forms_and_pieces_agree(name, kv_heads, group, dims, batch, length, seed
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) <= real
     m = case.mechanism
     streams = m.read(case.x, case.q, case.k, case.v, mask=mask)
-    state, expected = contracts.run_steps(m, streams)
+    expected, state = contracts.run_steps(m, streams)
     tolerance = {"rtol": 1e-9, "atol": 1e-10}
     torch.testing.assert_close(m.parallel(streams), expected, **tolerance)
-    torch.testing.assert_close(m.chunked(streams, chunk=chunk)[1], expected, **tolerance)
+    torch.testing.assert_close(m.chunked(streams, chunk=chunk)[0], expected, **tolerance)
     if 0 < cut < length:
-        first, before = m.chunked(streams.slice(0, cut))
-        last, after = m.chunked(streams.slice(cut, streams.length), first)
+        before, first = m.chunked(streams.slice(0, cut))
+        after, last = m.chunked(streams.slice(cut, streams.length), first)
         torch.testing.assert_close(torch.cat([before, after], 2), expected, **tolerance)
         torch.testing.assert_close(last, state, **tolerance)

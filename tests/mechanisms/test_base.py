@@ -57,7 +57,7 @@ def test_bidirectional_mechanisms_have_no_recurrent_form(name):
     tail = "needs causal=True; with causal=False use parallel or chunked"
     refused(lambda: m.init_state(streams), f"{name}: init_state {tail}")
     refused(lambda: m.step({}, streams), f"{name}: step {tail}")
-    state, _ = attngap.mechanism(name, 2, 4).chunked(streams)
+    _, state = attngap.mechanism(name, 2, 4).chunked(streams)
     refused(lambda: m.chunked(streams, state), f"{name}: a carried state {tail}")
 
 
@@ -123,11 +123,11 @@ def test_gradients_flow_through_a_carried_state(name):
     for pieces in (False, True):
         v = case.v.clone().requires_grad_()
         if pieces:
-            state, first = m.chunked(case.streams(0, 5, v=v))
-            _, second = m.chunked(case.streams(5, 8, v=v), state)
+            first, state = m.chunked(case.streams(0, 5, v=v))
+            second, _ = m.chunked(case.streams(5, 8, v=v), state)
             out = torch.cat([first, second], 2)
         else:
-            out = run_steps(m, case.streams(v=v))[1]
+            out = run_steps(m, case.streams(v=v))[0]
         grads.append(torch.autograd.grad((out[:, :, 5:] ** 2).sum(), v)[0])
     torch.testing.assert_close(grads[1], grads[0])
 

@@ -54,7 +54,7 @@ def test_the_state_of_a_past_is_what_reading_it_leaves():
     made = hybrid()
     for length in (1, 5, WINDOW + SINKS, 30):
         q, k, v = streams(1, length)
-        read, _ = made(None, q, k, v, rotary=angles(length))
+        _, read = made(None, q, k, v, rotary=angles(length))
         found = made.state_after(k, v, angles(length))
         assert set(found) == set(read)
         for name in read:
@@ -64,7 +64,7 @@ def test_the_state_of_a_past_is_what_reading_it_leaves():
 def test_some_rows_of_a_passage_are_those_of_the_whole():
     made = hybrid()
     q, k, v = streams(2, 61)
-    _, whole = made(None, q, k, v, rotary=angles(61))
+    whole, _ = made(None, q, k, v, rotary=angles(61))
     rows = FarRows(made, q, k, v, torch.zeros_like(whole), angles(61))
     for step in (1, 4):
         found, places = rows.output(slice(None), step)
@@ -77,13 +77,13 @@ def test_no_head_is_worse_than_sinks_and_window_on_the_passages_that_judge():
     target = softmax_attention(q, k, v)
     target[:, 1] = mechanism(
         "hybrid", HEADS, DIM, kv_heads=KV, feature_map="none", gain="none", window=WINDOW, sinks=SINKS
-    )(None, q, k, v)[1][:, 1]
+    )(None, q, k, v)[0][:, 1]
     bad = FitOptions(steps=3, rate=3.0, heldout=2, settle=False)
     made = hybrid()
     error = fit_layer(made, q, k, v, target, bad, rotary=angles(80))
     alone = FarRows(made, q, k, v, target, angles(80))
     near = (alone.near.out - target)[2:].square().mean((0, 2, 3)) / alone.energy
-    _, out = made(None, q[2:], k[2:], v[2:], rotary=angles(80))
+    out, _ = made(None, q[2:], k[2:], v[2:], rotary=angles(80))
     real = (out - target[2:]).square().mean((0, 2, 3)) / alone.energy
     assert (real <= near + 1e-5).all()
     assert error[1] <= 1e-9  # it reads nothing far, and any feature would do harm
@@ -102,7 +102,7 @@ def test_a_hybrid_of_before_has_the_parameters_and_the_reach_it_had():
     near = mechanism(
         "hybrid", HEADS, DIM, kv_heads=KV, feature_map="none", gain="none", window=WINDOW, sinks=SINKS, scale=0.5
     )
-    apart = (old(None, q, k, v)[1] - near(None, q, k, v)[1]).abs().amax((0, 1, 3))
+    apart = (old(None, q, k, v)[0] - near(None, q, k, v)[0]).abs().amax((0, 1, 3))
     assert apart[WINDOW + SINKS : 20].min() > 0
     assert apart[20:].max() < 1e-6
     with pytest.raises(AttngapError, match="need the cos and sin of the positions: pass rotary"):

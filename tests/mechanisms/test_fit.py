@@ -37,7 +37,7 @@ def test_fitting_lowers_the_held_out_error_of_the_untrained_mechanism(name):
     assert error.mean() < untrained.mean()
     # What it reports is what the mechanism does on the passage it never saw.
     q, k, v, target = (x[-1:] for x in data)
-    out = fitted(None, q, k, v)[1]
+    out = fitted(None, q, k, v)[0]
     energy = data[3].square().mean((0, 2, 3))
     torch.testing.assert_close((out - target).square().mean((0, 2, 3)) / energy, error, atol=1e-6, rtol=1e-4)
 
@@ -48,7 +48,7 @@ def test_prototypes_are_exact_where_queries_are_prototypes():
     target = softmax_attention(few, k, v)
     made = mechanism("prototype", 4, 8, kv_heads=2, features=64)
     init_prototypes(made, few, k, sharpness=100.0)
-    torch.testing.assert_close(made(None, few, k, v)[1], target, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(made(None, few, k, v)[0], target, atol=1e-4, rtol=1e-3)
 
 
 def test_a_fit_repeats_to_the_bit_and_seeds_differ():
@@ -78,7 +78,7 @@ def test_without_held_out_passages_the_error_is_of_all():
 
 def test_a_head_that_reads_nothing_far_begins_without_a_far_part():
     q, k, v, target = streams()
-    near = new(feature_map="none", gain="none")(None, q, k, v)[1]
+    near = new(feature_map="none", gain="none")(None, q, k, v)[0]
     half = torch.cat((near[:, :2], target[:, 2:]), 1)
     options = dataclasses.replace(OPTIONS, steps=0)
     begun = fit_layer(new(), q, k, v, half, dataclasses.replace(options, settle=False))

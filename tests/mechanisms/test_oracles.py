@@ -25,7 +25,7 @@ def sample(name, **options):
     x = None if case.x is None else case.x.float()
     q, k, v = case.q.float(), case.k.float(), case.v.float()
     streams = m.read(x, q, k, v)
-    return m, streams, m.chunked(streams)[1], (q, k, v)
+    return m, streams, m.chunked(streams)[0], (q, k, v)
 
 
 def swap(*tensors):

@@ -54,7 +54,7 @@ def test_kept_heads_are_softmax_and_the_others_are_the_mechanism():
     converted = swap(model, {0: (made, [0, 3])})
     next(iter(mixed_heads(converted).values())).register_forward_hook(lambda m, args, out: outs.append(out))
     logits(converted)
-    _, replaced = made(None, calls[0].q, calls[0].k, calls[0].v)
+    replaced, _ = made(None, calls[0].q, calls[0].k, calls[0].v)
     torch.testing.assert_close(outs[0][:, [0, 3]], calls[0].output[:, [0, 3]], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(outs[0][:, [1, 2]], replaced[:, [1, 2]])
 

@@ -119,7 +119,7 @@ def crossovers(
 def _mechanism_call(made: torch.nn.Module, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     def call() -> Tensor:
         with torch.no_grad():
-            return made(x, q, k, v)[1]
+            return made(x, q, k, v)[0]
 
     return call
 

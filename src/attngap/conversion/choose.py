@@ -42,7 +42,7 @@ def head_damage(
         if call.layer not in mechanisms:
             return None
         with torch.no_grad():
-            return (call.output - mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)[1])[0]
+            return (call.output - mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)[0])[0]
 
     found = []
     for tokens in reference.passages[:, None]:
@@ -132,7 +132,7 @@ def _mix(share: Float[Tensor, "h t"]) -> Callable[..., Tensor]:
             )
             change = exact - out.to(exact.dtype)
             if len(part.keep):
-                change[:, part.keep] = (exact - part.mechanism(None, q, k, v, rotary=rotary)[1])[:, part.keep]
+                change[:, part.keep] = (exact - part.mechanism(None, q, k, v, rotary=rotary)[0])[:, part.keep]
         return (out + share[..., None] * change).to(out.dtype)
 
     return hook

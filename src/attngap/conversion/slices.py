@@ -152,7 +152,7 @@ def _replaced(call: Call, mechanism: Mechanism, before: Kept, start: int) -> Flo
     k, v, rotary = before.before(start)
     state = mechanism.state_after(k, v, rotary)
     streams = mechanism.read(None, call.q, call.k, call.v, start=start, rotary=call.rotary)
-    return mechanism.chunked(streams, state)[1]
+    return mechanism.chunked(streams, state)[0]
 
 
 class SliceReference:

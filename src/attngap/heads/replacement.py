@@ -105,7 +105,7 @@ def output(replacement: Mechanism, inputs: LayerInputs) -> Float[Tensor, "h t dv
     """The replacement's output on one sequence."""
     q, k, v = streams([inputs])
     with torch.no_grad():
-        return replacement(None, q, k, v, rotary=angles([inputs]))[1][0]
+        return replacement(None, q, k, v, rotary=angles([inputs]))[0][0]
 
 
 def streams(batch: Iterable[LayerInputs]) -> tuple[Tensor, Tensor, Tensor]:

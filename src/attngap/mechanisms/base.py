@@ -126,7 +126,7 @@ class Mechanism(nn.Module):
         """The state before the first token, shaped for these streams."""
         raise NotImplementedError
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+    def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
         """One token (streams of length 1): the definition."""
         raise NotImplementedError
 
@@ -144,11 +144,11 @@ class Mechanism(nn.Module):
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         """The fast form: prefill and training. `chunk` None lets the op choose."""
         raise NotImplementedError
 
-    def advance(self, streams: Streams, state: State) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    def advance(self, streams: Streams, state: State) -> tuple[Float[Tensor, "b h t dv"], State]:
         """`chunked` from a state that nobody else needs: without gradients it may be overwritten, as in decoding."""
         return self.chunked(streams, state)
 
@@ -172,7 +172,7 @@ class Mechanism(nn.Module):
         mask: Bool[Tensor, "..."] | None = None,
         chunk: int | None = None,
         rotary: Angles | None = None,
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         """`read`, then `chunked`."""
         return self.chunked(self.read(x, q, k, v, start=start, mask=mask, rotary=rotary), state, chunk)
 
@@ -186,7 +186,7 @@ class Mechanism(nn.Module):
         mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b h t dv"]:
         """The output of `forward` for whole sequences, for training: a family may reach it faster without a state."""
-        return self(x, q, k, v, mask=mask)[1]
+        return self(x, q, k, v, mask=mask)[0]
 
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""

@@ -65,24 +65,24 @@ def make_case(mechanism: Mechanism, *, length: int = LENGTH, batch: int = 2, see
     return Case(m, x, q, k, draw(batch, m.kv_heads, length, m.value_dim))
 
 
-def run_steps(m: Mechanism, streams: Streams, state: State | None = None) -> tuple[State, Tensor]:
+def run_steps(m: Mechanism, streams: Streams, state: State | None = None) -> tuple[Tensor, State]:
     """Token by token: what the other forms must equal."""
     state = m.init_state(streams) if state is None else state
     rows = []
     for i in range(streams.length):
-        state, row = m.step(state, streams.slice(i, i + 1))
+        row, state = m.step(state, streams.slice(i, i + 1))
         rows.append(row)
-    return state, torch.cat(rows, 2)
+    return torch.cat(rows, 2), state
 
 
 def forms(m: Mechanism) -> dict[str, Callable[[Streams], Tensor]]:
     """Every form as a function of the streams, the defining one first."""
     found: dict[str, Callable[[Streams], Tensor]] = {
         "parallel": m.parallel,
-        "chunked": lambda streams: m.chunked(streams)[1],
-        "chunked by 3": lambda streams: m.chunked(streams, chunk=3)[1],
+        "chunked": lambda streams: m.chunked(streams)[0],
+        "chunked by 3": lambda streams: m.chunked(streams, chunk=3)[0],
     }
-    return {"step": lambda streams: run_steps(m, streams)[1], **found} if m.causal else found
+    return {"step": lambda streams: run_steps(m, streams)[0], **found} if m.causal else found
 
 
 def forms_agree(case: Case) -> None:
@@ -123,17 +123,17 @@ def state_carries(case: Case) -> None:
     m = case.mechanism
     if not m.causal:
         return
-    whole_state, whole = run_steps(m, case.streams())
+    whole, whole_state = run_steps(m, case.streams())
     length = case.q.shape[2]
     for cuts in ((1,), (length // 3, length // 2), (length - 1,)):
         state, pieces = None, []
         for start, stop in zip((0, *cuts), (*cuts, length), strict=True):
-            state, out = m.chunked(case.streams(start, stop), state)
+            out, state = m.chunked(case.streams(start, stop), state)
             pieces.append(out)
         _equal(torch.cat(pieces, 2), whole, f"output with cuts at {cuts}")
         assert state is not None
         _same_state(state, whole_state, f"chunked with cuts at {cuts}")
-        _, again = run_steps(m, case.streams(cuts[-1]), m.chunked(case.streams(0, cuts[-1]))[0])
+        again, _ = run_steps(m, case.streams(cuts[-1]), m.chunked(case.streams(0, cuts[-1]))[1])
         _equal(again, whole[:, :, cuts[-1] :], f"steps from the state of chunked at {cuts[-1]}")
 
 
@@ -176,10 +176,10 @@ def padding_is_neutral(case: Case) -> None:
             if bool(outside.ne(0).any()):
                 raise BrokenContractError(f"{name}: rows of padding must be zero, got {outside.abs().max().item():.3g}")
         if m.causal:
-            state, _ = m.chunked(m.read(padded.x, padded.q, padded.k, padded.v, mask=mask))
+            _, state = m.chunked(m.read(padded.x, padded.q, padded.k, padded.v, mask=mask))
             token = case.streams(0, 1)
-            _, after = m.chunked(token, m.chunked(case.streams())[0])
-            _equal(m.chunked(token, state)[1], after, f"the token after {left} + {right} tokens of padding")
+            after, _ = m.chunked(token, m.chunked(case.streams())[1])
+            _equal(m.chunked(token, state)[0], after, f"the token after {left} + {right} tokens of padding")
 
 
 def floats_as_declared(case: Case) -> None:
@@ -189,7 +189,7 @@ def floats_as_declared(case: Case) -> None:
         return
     for t in (1, 5, case.q.shape[2]):
         streams = case.streams(0, t)
-        for name, state in (("step", run_steps(m, streams)[0]), ("chunked", m.chunked(streams)[0])):
+        for name, state in (("step", run_steps(m, streams)[1]), ("chunked", m.chunked(streams)[1])):
             floats = sum(x.numel() for x in state.values() if x.is_floating_point())
             declared = case.q.shape[0] * m.kv_heads * m.state_floats(t)
             if floats != declared:
@@ -227,7 +227,7 @@ def weights_are_the_mixing(case: Case) -> None:
     identity = streams.replace(v=torch.eye(t, dtype=streams.v.dtype).expand(b, heads, t, t))
     expected = m.weights(streams)
     _equal(m.parallel(identity), expected, "parallel on the identity")
-    _equal(m.chunked(identity)[1], expected, "chunked on the identity")
+    _equal(m.chunked(identity)[0], expected, "chunked on the identity")
 
 
 def parameters_as_declared(case: Case) -> None:
@@ -250,14 +250,14 @@ def state_dict_round_trip(case: Case) -> None:
             x.copy_(torch.rand_like(x))
     other.load_state_dict(m.state_dict(), strict=True)
     restored = dataclasses.replace(case, mechanism=other)
-    _equal(other.chunked(restored.streams())[1], m.chunked(case.streams())[1], "output after loading")
+    _equal(other.chunked(restored.streams())[0], m.chunked(case.streams())[0], "output after loading")
 
 
 def no_stale_memory(case: Case) -> None:
     """Buffers that start as NaN leave no trace in outputs or gradients."""
     expected = case.mechanism.parallel(case.streams())
     with _poisoned_memory():
-        out = case.mechanism.chunked(case.streams())[1]
+        out = case.mechanism.chunked(case.streams())[0]
         found = _gradients(case, forms(case.mechanism)["chunked"])
     _equal(out, expected, "chunked with poisoned buffers")
     for name, gradient in found.items():

@@ -59,13 +59,13 @@ class DeltaRule(Mechanism):
         dtype = accumulate_dtype(streams.v.dtype)
         return {"S": torch.zeros(b, h, r, streams.v.shape[-1], dtype=dtype, device=streams.v.device)}
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+    def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
         now = streams.wide()
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
         kept = decay_factor(now, real) * state["S"]
         write = real * _beta(self.name, now)[..., None] * (now.v - now.k @ kept)  # (b, h_kv, 1, dv)
         S = kept + now.k.mT * write
-        return {"S": S}, (read_out(now.q, S) * real).to(streams.v.dtype)
+        return (read_out(now.q, S) * real).to(streams.v.dtype), {"S": S}
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         """W = tril(Q K) (I + diag(beta) tril(K K, -1))^-1 diag(beta), products decayed between their tokens."""
@@ -83,7 +83,7 @@ class DeltaRule(Mechanism):
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         out, after = delta_attention(
             streams.q,
             streams.k,
@@ -94,7 +94,7 @@ class DeltaRule(Mechanism):
             chunk=chunk,
             mask=streams.mask,
         )
-        return after, out
+        return out, after
 
     def state_floats(self, t: int) -> int:
         return self.dim * self.value_dim

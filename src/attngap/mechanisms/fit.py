@@ -130,7 +130,7 @@ def _misfit(mechanism: Mechanism, batches: Sequence[Seen]) -> Misfit:
 
     def misfit(place: int, which: slice | Tensor) -> Float[Tensor, " h"]:
         each = batches[place].only(which)
-        _, out = mechanism.chunked(mechanism.read(None, each.q, each.k, each.v, rotary=each.rotary))
+        out, _ = mechanism.chunked(mechanism.read(None, each.q, each.k, each.v, rotary=each.rotary))
         return (out - each.target).square().mean((0, 2, 3)) / energy[place]
 
     return misfit

@@ -35,7 +35,7 @@ class LinearState(Mechanism):
             state["z"] = torch.zeros(b, h, r, **like)
         return state
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+    def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
         self.require_causal("step")
         now = streams.wide()
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
@@ -46,7 +46,7 @@ class LinearState(Mechanism):
         if self.normalized:
             new["z"] = keep[..., 0] * state["z"] + k[:, :, 0]
             out = out / safe_normalizer(read_out(now.q, new["z"][..., None]))
-        return new, (out * real).to(streams.v.dtype)
+        return (out * real).to(streams.v.dtype), new
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         streams = streams.wide()
@@ -64,7 +64,7 @@ class LinearState(Mechanism):
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         if state is not None:
             self.require_causal("a carried state")
         out, after = linear_attention(
@@ -78,7 +78,7 @@ class LinearState(Mechanism):
             chunk=chunk,
             mask=streams.mask,
         )
-        return after, out
+        return out, after
 
     def state_floats(self, t: int) -> int:
         return self.width * (self.value_dim + self.normalized)

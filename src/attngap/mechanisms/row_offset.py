@@ -38,14 +38,14 @@ class RowOffset(FeatureAttention):
         one = torch.ones_like(streams.k[..., :1])
         return streams.replace(q=streams.q * self.dim**-0.5, k=torch.cat([streams.k, one], -1))
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+    def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
         self.require_causal("step")
         now = streams.wide()
         real = streams.real[:, None, :, None]
         k = now.k * real
         new = {"S": state["S"] + k.mT * now.v, "z": state["z"] + k[:, :, 0]}
         q = self._rows(now.q, new["z"][:, :, None])
-        return new, (read_out(q, new["S"]) * real).to(streams.v.dtype)
+        return (read_out(q, new["S"]) * real).to(streams.v.dtype), new
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         streams = streams.wide()
@@ -59,7 +59,7 @@ class RowOffset(FeatureAttention):
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         if state is not None:
             self.require_causal("a carried state")
         now = streams.wide()
@@ -79,7 +79,7 @@ class RowOffset(FeatureAttention):
             chunk=chunk,
             mask=streams.mask,
         )
-        return {"S": after["S"], "z": sums[:, :, -1]}, out
+        return out, {"S": after["S"], "z": sums[:, :, -1]}
 
     def _rows(self, q: Float[Tensor, "b h t r"], sums: Float[Tensor, "b h_kv t r1"]) -> Float[Tensor, "b h t r1"]:
         """Queries that read weights off [k_j, 1], given the running sums of those keys."""

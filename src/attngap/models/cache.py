@@ -112,10 +112,10 @@ class MixedLayer(CacheLayerMixin):
     def _advance(self, step: "_Step") -> Tensor:
         mechanism, tokens = step.mechanism, (step.q, step.k, step.v)
         if self.state is None:
-            self.state, out = mechanism(None, *tokens, mask=step.real, rotary=step.rotary)
+            out, self.state = mechanism(None, *tokens, mask=step.real, rotary=step.rotary)
         else:
             streams = mechanism.read(None, *tokens, start=self.count, mask=step.real, rotary=step.rotary)
-            self.state, out = mechanism.advance(streams, self.state)
+            out, self.state = mechanism.advance(streams, self.state)
         self.passed(step.real, step.length)
         return out
 

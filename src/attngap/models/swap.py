@@ -102,7 +102,7 @@ class MixedHeads(nn.Module):
             return self._decode(cache, q, k, v, mask, real, rotary)
         streams = (q.to(self.dtype), k.to(self.dtype), v.to(self.dtype))
         if cache is None:
-            out = self.mechanism(None, *streams, mask=real, rotary=rotary)[1]
+            out = self.mechanism(None, *streams, mask=real, rotary=rotary)[0]
         else:
             out = cache.compute(self.mechanism, *streams, real, rotary)
         out = out.to(v.dtype)

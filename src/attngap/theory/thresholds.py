@@ -77,7 +77,7 @@ class Bench:
     def outputs(self, mechanism: Mechanism, needles: Sequence[Number]) -> Float[Tensor, "needles d"]:
         """sum_j f_j A_j of the last row, f its weights: the mechanism applied to v = A."""
         x, q, k, v = self.inputs(needles)
-        _, out = mechanism(x if mechanism.gated else None, q, k, v)
+        out, _ = mechanism(x if mechanism.gated else None, q, k, v)
         last = out[:, 0, -1]
         return last[:, :-1] if mechanism.normalized else last[:, :-1] / last[:, -1:]
 

@@ -120,7 +120,7 @@ class Hybrid(Mechanism):
         state["count"] = state["count"] + t
         return state
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+    def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
         new = self._write(state, streams)
         now = streams.wide()
@@ -138,7 +138,7 @@ class Hybrid(Mechanism):
         near, far = (logits - unit).exp(), (gain - unit).exp()
         total = near.sum(-1, keepdim=True) + far * mass
         out = (near @ v + far * read_out(fq, new["S"])) / safe_normalizer(total)
-        return new, (out * real).to(streams.v.dtype)
+        return (out * real).to(streams.v.dtype), new
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         streams = streams.wide()
@@ -153,7 +153,7 @@ class Hybrid(Mechanism):
         *,
         near: Near | None = None,
         inplace: bool = False,
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         """`near`, from `near` of the same q, k and v, spares computing it again where only the far part is trained.
 
         With `inplace` the state handed in may be overwritten.
@@ -161,7 +161,7 @@ class Hybrid(Mechanism):
         fq, fk = _far(streams)
         options = {"state": state, "chunk": chunk, "near": near, "inplace": inplace, **self._options(streams)}
         out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, **options)
-        return after, out
+        return out, after
 
     def advance(self, streams, state):
         return self.chunked(streams, state, inplace=not torch.is_grad_enabled())

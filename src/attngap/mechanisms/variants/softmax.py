@@ -39,14 +39,14 @@ class Softmax(Mechanism):
         self.require_causal("init_state")
         return {"k": streams.k[:, :, :0], "v": streams.v[:, :, :0], "real": streams.real[:, :0]}
 
-    def step(self, state: State, streams: Streams) -> tuple[State, Float[Tensor, "b h 1 dv"]]:
+    def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
         self.require_causal("step")
         new = _append(state, streams)
         q = streams.wide().q
         k, v = (expand_heads(new[name], self.heads).to(q.dtype) for name in ("k", "v"))
         logits = (q @ k.mT * self.scale).masked_fill(~new["real"][:, None, None], -torch.inf)
         rows = torch.where(streams.real[:, None, :, None], logits, 0.0).softmax(-1)
-        return new, (rows @ v * streams.real[:, None, :, None]).to(streams.v.dtype)
+        return (rows @ v * streams.real[:, None, :, None]).to(streams.v.dtype), new
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         streams = streams.wide()
@@ -54,13 +54,13 @@ class Softmax(Mechanism):
 
     def chunked(
         self, streams: Streams, state: State | None = None, chunk: int | None = None
-    ) -> tuple[State, Float[Tensor, "b h t dv"]]:
+    ) -> tuple[Float[Tensor, "b h t dv"], State]:
         """`chunk` changes nothing here: the op chooses its own blocks."""
         if state is None:
             out = softmax_attention(
                 streams.q, streams.k, streams.v, scale=self.scale, causal=self.causal, mask=streams.mask
             )
-            return {"k": streams.k, "v": streams.v, "real": streams.real}, out
+            return out, {"k": streams.k, "v": streams.v, "real": streams.real}
         self.require_causal("a carried state")
         new = _append(state, streams)
         before, t = state["k"].shape[2], streams.length
@@ -70,7 +70,7 @@ class Softmax(Mechanism):
         q = streams.wide().q
         k, v = new["k"].to(q.dtype), new["v"].to(q.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale, enable_gqa=True)
-        return new, (out * streams.real[:, None, :, None]).to(streams.v.dtype)
+        return (out * streams.real[:, None, :, None]).to(streams.v.dtype), new
 
     def state_floats(self, t: int) -> int:
         return t * (self.dim + self.value_dim)
