@@ -22,10 +22,10 @@ from attngap.models.swap import swap
 from attngap.probes.sweep import load_sweep
 from attngap.report import results
 from attngap.storage.runs import Runs
-from tests.conversion.small import plan, tokenizer
+from tests.conversion.small import plan
 from tests.made_up import diagnosis, receipt
-from tests.models.tiny import mechanisms, tiny
 from tests.mutations import mutate
+from tests.zoo import mechanisms, tiny, tokenizer
 
 COUNT = int(os.environ.get("ATTNGAP_MUTATIONS", "40"))
 SECONDS = 20  # none of them takes one on an idle machine

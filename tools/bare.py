@@ -36,16 +36,16 @@ NEEDS = {
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True)
-    sys.path.insert(0, str(ROOT / "tests"))
-    import tiny_models
+    sys.path.insert(0, str(ROOT))
+    from tests import zoo
 
     # GPT-2 has no positions beyond 256, so that a receipt's speeds, measured up to 16k tokens, take no time.
     for name, family in (("model", "llama"), ("short", "gpt2")):
-        model = tiny_models.make(family)
+        model = zoo.tiny(family)
         if name == "model":
             model.config.max_position_embeddings = 4096
         model.save_pretrained(folder / name)
-        tiny_models.tokenizer().save_pretrained(folder / name)
+        zoo.tokenizer().save_pretrained(folder / name)
     (folder / "tiny.gguf").write_bytes(b"GGUF")
     for line in RUNS:
         done = run(line, folder)

@@ -5,12 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from attngap.cli import demo
 from attngap.cli.app import app
 from attngap.errors import AttngapError
+from tests import zoo
 
 run = CliRunner().invoke
 
@@ -18,7 +18,7 @@ run = CliRunner().invoke
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """The same steps on a random two-layer model."""
-    model, tokenizer = tiny_models.make("llama"), tiny_models.tokenizer()
+    model, tokenizer = zoo.tiny("llama"), zoo.tokenizer()
     model.config.max_position_embeddings = 4096
     model.save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from attngap.cli.app import app
 from attngap.cli.diagnose import parse_ranks
 from attngap.errors import AttngapError
+from tests import zoo
 
 RUNNER = CliRunner()
 
@@ -17,8 +17,8 @@ RUNNER = CliRunner()
 def place(tmp_path_factory):
     """A model folder, a text file and a finished diagnosis."""
     root = tmp_path_factory.mktemp("diagnose")
-    tiny_models.make("llama").save_pretrained(root / "model")
-    tiny_models.tokenizer().save_pretrained(root / "model")
+    zoo.tiny("llama").save_pretrained(root / "model")
+    zoo.tokenizer().save_pretrained(root / "model")
     (root / "text.txt").write_text(" ".join(f"{i} green bottles hanging on the wall." for i in range(500)))
     diagnose(root, "-o", str(root / "out"), "--verify", "3")
     return root

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from attngap.cli.app import app
 from attngap.errors import AttngapError
-from tests import tiny_models
+from tests import zoo
 
 runner = CliRunner()
 
@@ -13,8 +13,8 @@ runner = CliRunner()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("suite") / "model"
-    tiny_models.make("llama").save_pretrained(place)
-    words = tiny_models.tokenizer()
+    zoo.tiny("llama").save_pretrained(place)
+    words = zoo.tokenizer()
     words.eos_token = words.pad_token  # lm-evaluation-harness starts texts with it
     words.save_pretrained(place)
     return place

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from attngap.cli.app import app
 from attngap.errors import AttngapError
-from tests.conversion.small import TEXT, plan, tokenizer
-from tests.models.tiny import tiny
+from tests.conversion.small import TEXT, plan
+from tests.zoo import tiny, tokenizer
 
 runner = CliRunner()
 QUICK = ["--context", "64", "--tokens", "256", "--steps", "2", "--joint", "1", "--rounds", "0"]

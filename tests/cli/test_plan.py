@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from attngap.cli.app import app
 from attngap.diagnosis.diagnose import diagnose
+from tests import zoo
 
 RUNNER = CliRunner()
 TEXT = " ".join(f"{i} green bottles hanging on the wall." for i in range(500))
@@ -17,7 +17,7 @@ TEXT = " ".join(f"{i} green bottles hanging on the wall." for i in range(500))
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("plan")
     options = {"context": 48, "passages": 2, "ranks": (2, 4), "window": 6, "draws": 1}
-    diagnose(tiny_models.make("llama"), tiny_models.tokenizer(), TEXT, **options, directory=root / "out")
+    diagnose(zoo.tiny("llama"), zoo.tokenizer(), TEXT, **options, directory=root / "out")
     return root
 
 

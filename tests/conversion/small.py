@@ -1,23 +1,12 @@
 """A tiny trained-looking world: a model, a tokenizer of single characters, and a plan."""
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.swap import layer_shapes
-from tests.models.tiny import tiny
+from tests.zoo import tiny, tokenizer
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzRTQ0123456789 .,:?\n!'-;()"
 TEXT = "the cat sat on the mat, and the dog sat on the log. who sat where? " * 120
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {letter: i + 1 for i, letter in enumerate(LETTERS)} | {"[PAD]": 0}
-    inner = Tokenizer(WordLevel(words, unk_token="a"))
-    inner.pre_tokenizer = Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]")
 
 
 def plan(model: PreTrainedModel, keep=((0, 1), (1, 0)), **replacement) -> Plan:

@@ -7,8 +7,8 @@ import torch
 from attngap.conversion.by_length import SCORED, SEED, at_length
 from attngap.conversion.calibration import FactsPassage
 from attngap.conversion.choose import convert
-from tests.conversion.small import TEXT, tokenizer
-from tests.models.tiny import mechanisms, tiny
+from tests.conversion.small import TEXT
+from tests.zoo import mechanisms, tiny, tokenizer
 
 LENGTH = 1200
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attngap.conversion.calibration import repeats
-from tests.conversion.small import tokenizer
+from tests.zoo import tokenizer
 
 
 @pytest.mark.parametrize(("context", "beyond"), [(64, 8), (64, 20), (64, 100), (50, 3)])

@@ -3,7 +3,7 @@ import pytest
 import attngap
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, WINDOW
 from tests.conversion.small import TEXT, world
-from tests.models.tiny import tiny
+from tests.zoo import tiny
 
 QUICK = {"context": 64, "tokens": 256, "steps": 2, "joint": 1, "rounds": 0, "measured": False, "quiet": True}
 FEW = attngap.Measures(passages=1, trials=1)

@@ -10,7 +10,7 @@ from attngap.mechanisms.fit import FitOptions
 from attngap.models.swap import layer_shapes
 from attngap.storage.checkpoint import open_checkpoint
 from tests.conversion.small import plan
-from tests.models.tiny import tiny
+from tests.zoo import tiny
 
 
 @pytest.fixture

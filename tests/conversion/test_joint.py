@@ -8,7 +8,7 @@ from attngap.conversion.joint import ROWS, Reference, divergence
 from attngap.heads.replacement import build_replacement
 from attngap.models.swap import layer_shapes
 from tests.conversion.small import plan
-from tests.models.tiny import tiny
+from tests.zoo import tiny
 
 
 def test_divergence_and_its_gradient_are_those_of_torch():

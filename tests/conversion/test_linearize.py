@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file
 
@@ -18,8 +17,9 @@ from attngap.models.plan import Plan, Replacement
 from attngap.models.save import load_converted, read_record, record
 from attngap.models.swap import mixed_heads
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
+from tests import zoo
 from tests.conversion.small import TEXT, plan, world
-from tests.models.tiny import DECODERS, tiny
+from tests.zoo import DECODERS, tiny
 
 BRIEF = Measures(passages=1, trials=1, lengths=(64,), contexts=(96,), prefill_up_to=96)
 BARE = Measures(passages=1, trials=0, contexts=(), baselines=False)
@@ -239,12 +239,12 @@ def test_a_figure_that_cannot_be_measured_does_not_cost_the_conversion(tmp_path,
 
 
 def test_a_model_without_a_layer_to_replace_is_refused_before_any_work(monkeypatch):
-    model = tiny_models.make("mistral")
+    model = zoo.tiny("sliding")
     monkeypatch.setattr(run_module, "calibration", None)  # would fail
     with pytest.raises(
         AttngapError, match=r"No layer of this MistralForCausalLM can be replaced: it has a sliding window"
     ):
-        linearize(model, tiny_models.tokenizer(), text=TEXT, context=64, tokens=256)
+        linearize(model, zoo.tokenizer(), text=TEXT, context=64, tokens=256)
 
 
 def test_no_plan_is_needed():
@@ -276,7 +276,7 @@ def test_a_mechanism_of_the_catalogue_alone():
 
 
 def test_a_bare_plan_keeps_what_cannot_be_replaced():
-    model = tiny_models.make("mistral")
+    model = zoo.tiny("sliding")
     bare = Plan.for_model(model, "sliding", Replacement(window=8))
     assert len(bare.keep) == bare.model.layers * bare.model.heads
     model, _, made = world()

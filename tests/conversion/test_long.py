@@ -8,8 +8,8 @@ from attngap.conversion.calibration import FactsPassage, period_of, repeats
 from attngap.conversion.long import LongCalibration, fit_slices, long_enough, prune_by_slices
 from attngap.conversion.slices import SliceReference
 from attngap.models.positions import layer_positions
-from tests.conversion.small import TEXT, tokenizer
-from tests.models.tiny import mechanisms, tiny
+from tests.conversion.small import TEXT
+from tests.zoo import mechanisms, tiny, tokenizer
 
 LENGTH, CONTEXT, ROWS = 1200, 64, 16
 

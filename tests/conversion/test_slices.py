@@ -5,7 +5,7 @@ import torch
 from attngap.conversion.choose import convert
 from attngap.conversion.slices import Slice, SliceReference, read_past, read_slice
 from attngap.models.positions import layer_positions
-from tests.models.tiny import VOCABULARY, mechanisms, tiny
+from tests.zoo import VOCABULARY, mechanisms, tiny
 
 TOKENS = torch.randint(5, VOCABULARY, (1, 70), generator=torch.Generator().manual_seed(0))
 

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from scipy.stats import spearmanr
 
@@ -19,15 +18,16 @@ from attngap.mechanisms.catalogue import mechanism
 from attngap.models.capture import capture
 from attngap.models.swap import swap
 from attngap.storage.checkpoint import PIECES
+from tests import zoo
 
 TEXT = " ".join(f"{i} bottles of beer on the wall, {i} bottles of beer." for i in range(400))
 OPTIONS = {"context": 48, "passages": 2, "ranks": (2, 4), "window": 6, "sinks": 2, "draws": 2}
 
 
 def run(family="llama", **changes):
-    model = tiny_models.make(family)
+    model = zoo.tiny(family)
     specials = family in ("bert", "albert")
-    return diagnose(model, tiny_models.tokenizer(specials), TEXT, **OPTIONS | changes)
+    return diagnose(model, zoo.tokenizer(specials), TEXT, **OPTIONS | changes)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_without_ranks_there_is_damage_but_no_floor(found, tmp_path):
 
 @pytest.mark.parametrize(("window", "period"), [(64, 256), (256, 512), (2000, 512)])
 def test_what_the_stress_passage_repeats_lies_beyond_the_window(window, period):
-    words = tiny_models.tokenizer(False)
+    words = zoo.tokenizer(False)
     tokens, found = _stress(words, 1024, window, seed=0)
     assert found == period
     assert torch.equal(tokens[0, -found:], tokens[0, -2 * found : -found])
@@ -152,7 +152,7 @@ def test_pieces_of_other_options_are_not_taken(found, tmp_path, monkeypatch):
     assert comparable(run(verify=4, directory=tmp_path)) == comparable(found)
 
 
-@pytest.mark.parametrize("family", ["bert", "albert", "gpt2", "qwen"])
+@pytest.mark.parametrize("family", ["bert", "albert", "gpt2", "qwen3"])
 def test_other_families(family):
     result = run(family)
     assert all(head.damage is not None and head.damage >= 0 for head in result.heads)
@@ -163,7 +163,7 @@ def test_other_families(family):
 
 
 def test_sliding_windows_stay_and_say_why():
-    result = run("mistral")
+    result = run("sliding")
     assert {head.verdict for head in result.heads} == {"keep"}
     assert all("sliding window already" in head.reason and head.damage is None for head in result.heads)
     assert len(result.plan(0.0).keep) == 8
@@ -222,7 +222,7 @@ def test_the_headline_rank_is_next_to_the_head_dimension(found):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context": 4096}, "context 4096 is beyond the model's 256 positions"),
+        ({"context": 4096}, "context 4096 is beyond the model's 512 positions"),
         ({"context": 4}, "context must be at least 16, got 4"),
         ({"passages": 0}, "passages must be at least 1, got 0"),
         ({"ranks": (0, 2)}, "ranks must be distinct, from 1 to 47"),
@@ -275,9 +275,9 @@ def test_wrong_files_are_refused(tmp_path, found):
 
 
 def test_the_model_is_left_as_it_was():
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    diagnose(model, tiny_models.tokenizer(), TEXT, **OPTIONS)
+    diagnose(model, zoo.tokenizer(), TEXT, **OPTIONS)
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert model.config._attn_implementation == "sdpa"
@@ -285,21 +285,21 @@ def test_the_model_is_left_as_it_was():
 
 def converted():
     """Head 1 of layer 0 keeps softmax, everything else is replaced; and the model it was made from."""
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     shape = {"heads": 4, "dim": 8, "value_dim": 8, "kv_heads": 2, "window": 4, "sinks": 1}
     return swap(model, {0: (mechanism("hybrid", **shape), [1]), 1: (mechanism("hybrid", **shape), [])}), model
 
 
 def test_a_converted_model_shows_its_linear_heads_as_they_are():
     model, original = converted()
-    result = diagnose(model, tiny_models.tokenizer(), TEXT, **OPTIONS, verify=1)
+    result = diagnose(model, zoo.tokenizer(), TEXT, **OPTIONS, verify=1)
     kept, *linear = sorted(result.heads, key=lambda head: head.id != "0.1")
     assert {head.verdict for head in linear} == {"linear"}
     assert all("is linear already" in head.reason and head.floors is None and head.damage is None for head in linear)
     assert all(0 < head.top <= 1 and head.spread is None and head.logit_ratio is None for head in linear)
     assert kept.damage > 0
     assert kept.measured > 0
-    before = diagnose(original, tiny_models.tokenizer(), TEXT, **OPTIONS)
+    before = diagnose(original, zoo.tokenizer(), TEXT, **OPTIONS)
     assert kept.far == pytest.approx(before.heads[1].far)  # nothing before layer 0 has changed
     assert kept.floors == pytest.approx(before.heads[1].floors)
     assert abs(linear[0].far - before.heads[0].far) > 1e-3
@@ -309,7 +309,7 @@ def test_a_converted_model_shows_its_linear_heads_as_they_are():
 
 def test_statistics_of_linear_heads_are_of_their_mechanisms_weights():
     model, _ = converted()
-    tokens, seen = tiny_models.tokens(1, 24), []
+    tokens, seen = zoo.tokens(1, 24), []
     with torch.no_grad(), capture(model, seen.append):
         during = model(tokens).logits
     with torch.no_grad():

@@ -1,17 +1,17 @@
 """A run that skips its first layers gives what the whole run gives, and leaves the model as it was."""
 
 import pytest
-import tiny_models
 import torch
 
 from attngap.diagnosis.replay import Replay
 from attngap.heads.forward import forward
 from attngap.models.capture import capture
+from tests import zoo
 
 
 @pytest.mark.parametrize(("family", "skips"), [("llama", 1), ("gpt2", 1), ("bert", 1), ("albert", 0), ("t5", 0)])
 def test_a_change_in_a_late_layer_needs_only_the_late_layers(family, skips):
-    model, ids = tiny_models.make(family), tiny_models.tokens(1, 12)
+    model, ids = zoo.tiny(family), zoo.tokens(1, 12)
     ran = []
 
     def double(call):
@@ -36,7 +36,7 @@ def test_a_change_in_a_late_layer_needs_only_the_late_layers(family, skips):
 
 
 def test_the_layers_come_back_after_an_error():
-    model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
+    model, ids = zoo.tiny("llama"), zoo.tokens(1, 12)
     with torch.no_grad():
         replay = Replay(model, ids)
         before = replay.record(lambda: forward(model, ids)).logits

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import tiny_models
 import torch
 
 from attngap.diagnosis.statistics import measure
@@ -11,8 +10,9 @@ from attngap.diagnosis.survey import summary, survey
 from attngap.heads.inputs import layer_inputs
 from attngap.models.capture import capture
 from attngap.theory.certificates import selection
+from tests import zoo
 
-FAMILIES = sorted(tiny_models.FAMILIES)
+FAMILIES = sorted(zoo.FAMILIES)
 NEAR = {"window": 5, "sinks": 2}
 LENGTH, PERIOD = 33, 16
 
@@ -21,7 +21,7 @@ def eager_weights(model, ids, mask=None):
     """(self, cross): lists of (b, h, t, s), in the order of the calls."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        out = model(**tiny_models.inputs(model, ids, mask), output_attentions=True)
+        out = model(**zoo.inputs(model, ids, mask), output_attentions=True)
     model.set_attn_implementation("sdpa")
     if model.config.is_encoder_decoder:
         return [*out.encoder_attentions, *out.decoder_attentions], list(out.cross_attentions)
@@ -37,7 +37,7 @@ def streamed(model, ids, mask=None, **options):
         found[call.cross].append([measure(one, **NEAR, period=period, **options) for one in layer_inputs(call)])
 
     with torch.no_grad(), capture(model, watch):
-        model(**tiny_models.inputs(model, ids, mask))
+        model(**zoo.inputs(model, ids, mask))
     return found[False], found[True]
 
 
@@ -75,7 +75,7 @@ ROWS = ("entropy", "top", "sink", "near", "kappa", "margin", "on_sink")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_to_brute_force(family):
-    model, ids = tiny_models.make(family), tiny_models.tokens(2, LENGTH)
+    model, ids = zoo.tiny(family), zoo.tokens(2, LENGTH)
     own, cross = eager_weights(model, ids)
     found, found_cross = streamed(model, ids)
     assert len(own) == len(found)
@@ -93,8 +93,8 @@ def test_equal_to_brute_force(family):
 def test_a_padded_batch_equals_unpadded_sequences(family, side):
     if family in ("gpt2", "bert", "albert") and side == "left":
         pytest.skip("absolute positions count padding on the left, so the model itself computes something else")
-    model, real = tiny_models.make(family), 21
-    ids = tiny_models.tokens(2, LENGTH)
+    model, real = zoo.tiny(family), 21
+    ids = zoo.tokens(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[1, real:] = 0
     if side == "left":
@@ -109,10 +109,10 @@ def test_a_padded_batch_equals_unpadded_sequences(family, side):
             assert torch.allclose(a, b, atol=1e-3, rtol=1e-3, equal_nan=True), (layer, name)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "t5", "bert"])
+@pytest.mark.parametrize("family", ["llama", "sliding", "t5", "bert"])
 @pytest.mark.parametrize("block", [1, 7 * LENGTH, 1000, 12345])
 def test_any_block_size_gives_the_same(family, block):
-    model, ids = tiny_models.make(family), tiny_models.tokens(1, LENGTH)
+    model, ids = zoo.tiny(family), zoo.tokens(1, LENGTH)
     whole, _ = streamed(model, ids)
     pieces, _ = streamed(model, ids, block=block)
     for layer in range(len(whole)):
@@ -121,12 +121,12 @@ def test_any_block_size_gives_the_same(family, block):
             assert torch.allclose(a, b, atol=1e-4, rtol=1e-4, equal_nan=True), name
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "t5", "bert"])
+@pytest.mark.parametrize("family", ["llama", "sliding", "t5", "bert"])
 def test_spread_is_the_top_logit_above_the_mean(family):
-    model, ids = tiny_models.make(family), tiny_models.tokens(1, LENGTH)
+    model, ids = zoo.tiny(family), zoo.tokens(1, LENGTH)
     calls = []
     with torch.no_grad(), capture(model, calls.append):
-        model(**tiny_models.inputs(model, ids))
+        model(**zoo.inputs(model, ids))
     for call in calls:
         (one,) = layer_inputs(call)
         rows = measure(one, **NEAR)

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
+
+from tests import zoo
 
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,7 +34,7 @@ def run_cell(source: str, space: dict):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     model.config.max_position_embeddings = 4096
     monkeypatch.setattr("attngap.models.load.load", _loader(model))
     space: dict = {"__name__": "__main__"}
@@ -47,7 +48,7 @@ def _loader(model):
     from attngap.models.load import load
 
     def find(name, **options):
-        return load(name, **options) if Path(name).exists() else (model, tiny_models.tokenizer())
+        return load(name, **options) if Path(name).exists() else (model, zoo.tokenizer())
 
     return find
 

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-import tiny_models
 import typer.main
 
 from attngap.cli.app import app
+from tests import zoo
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts)
@@ -29,9 +29,9 @@ def with_code(language: str) -> list:
 def test_python_snippets_run_in_order(page, tmp_path, monkeypatch):
     """As printed, in one namespace a page; the named model is a tiny one here, so that seconds are enough."""
     monkeypatch.chdir(tmp_path)
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     model.config.max_position_embeddings = 4096
-    monkeypatch.setattr("attngap.models.load.load", lambda *_, **__: (model, tiny_models.tokenizer()))
+    monkeypatch.setattr("attngap.models.load.load", lambda *_, **__: (model, zoo.tokenizer()))
     space: dict = {"__name__": page.stem}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), space)

@@ -3,12 +3,12 @@
 import functools
 
 import pytest
-import tiny_models
 import torch
 
 from attngap.heads.damage import CAP, label_directions, projections, random_directions, score
 from attngap.heads.forward import embedding, forward, is_language_model
 from attngap.models.capture import capture
+from tests import zoo
 
 HEAD, TOKEN, LAYER, SIZE = 2, 5, 1, 0.02
 
@@ -41,7 +41,7 @@ def measured(model, ids):
 
 
 def test_labels_give_the_kl_divergence_in_nats_a_token():
-    model, ids = tiny_models.make("llama").double(), tiny_models.tokens(1, 12)
+    model, ids = zoo.tiny("llama").double(), zoo.tokens(1, 12)
     before, after = (out.logits.log_softmax(-1) for out in measured(model, ids))
     kl = (before.exp() * (before - after)).sum() / 12
     found = projected(model, ids, draws=600)
@@ -60,7 +60,7 @@ def test_one_wild_token_does_not_decide_the_damage_of_a_head():
 
 
 def test_encoders_give_the_squared_change_of_the_embedding():
-    model, ids = tiny_models.make("bert").double(), tiny_models.tokens(1, 12)
+    model, ids = zoo.tiny("bert").double(), zoo.tokens(1, 12)
     before, after = (embedding(out) for out in measured(model, ids))
     moved = (before - after).square().sum()
     found = projected(model, ids, draws=600)
@@ -69,14 +69,14 @@ def test_encoders_give_the_squared_change_of_the_embedding():
 
 
 def test_a_longer_list_of_changes_is_projected_at_once():
-    model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
+    model, ids = zoo.tiny("llama"), zoo.tokens(1, 12)
     both = projected(model, ids, lambda call: torch.stack([one_token(call), 2 * one_token(call)]), draws=2)
     assert both[LAYER].shape == (2, 2, 4, 12)
     assert torch.allclose(both[LAYER][:, 1], 2 * both[LAYER][:, 0])
 
 
 def test_the_model_keeps_its_gradients_and_draws_repeat():
-    model, ids = tiny_models.make("llama"), tiny_models.tokens(1, 12)
+    model, ids = zoo.tiny("llama"), zoo.tokens(1, 12)
     model.lm_head.weight.requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     first = projected(model, ids, draws=3, seed=1)

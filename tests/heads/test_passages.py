@@ -1,17 +1,17 @@
 """Passages: exact length, never shared between splits, the same for the same seed."""
 
 import pytest
-import tiny_models
 
 from attngap.errors import AttngapError
 from attngap.heads.passages import language_reference, passages, read, special_tokens, stress
+from tests import zoo
 
 TEXT = " ".join(f"word{i}" for i in range(4000))
 
 
 @pytest.mark.parametrize("specials", [False, True])
 def test_passages_have_exactly_the_context_and_repeat_with_the_seed(specials):
-    tokenizer = tiny_models.tokenizer(specials)
+    tokenizer = zoo.tokenizer(specials)
     rows = passages(tokenizer, TEXT, context=64, count=5, seed=3)
     assert rows.shape == (5, 64)
     assert rows.equal(passages(tokenizer, TEXT, context=64, count=5, seed=3))
@@ -23,7 +23,7 @@ def test_passages_have_exactly_the_context_and_repeat_with_the_seed(specials):
 
 
 def test_calibration_and_held_out_text_are_disjoint_whatever_the_contexts():
-    tokenizer = tiny_models.tokenizer()
+    tokenizer = zoo.tokenizer()
     seen = tokenizer.batch_decode(passages(tokenizer, TEXT, context=100, count=100))
     held = tokenizer.batch_decode(passages(tokenizer, TEXT, context=37, count=100, split="heldout"))
 
@@ -36,13 +36,13 @@ def test_calibration_and_held_out_text_are_disjoint_whatever_the_contexts():
 
 
 def test_the_default_text_is_the_language_reference():
-    tokenizer = tiny_models.tokenizer()
+    tokenizer = zoo.tokenizer()
     assert sum(map(len, language_reference())) > 100_000
     assert passages(tokenizer, context=256, count=2).shape == (2, 256)
 
 
 def test_stress_repeats_ordinary_tokens_after_its_period():
-    tokenizer = tiny_models.tokenizer(specials=True)
+    tokenizer = zoo.tokenizer(specials=True)
     rows, period = stress(tokenizer, context=64, seed=1)
     prefix, suffix = special_tokens(tokenizer)
     assert (prefix, suffix) == ([2], [3])
@@ -55,7 +55,7 @@ def test_stress_repeats_ordinary_tokens_after_its_period():
 
 
 def test_too_little_text_says_how_much_there_is():
-    tokenizer = tiny_models.tokenizer()
+    tokenizer = zoo.tokenizer()
     with pytest.raises(
         AttngapError, match=r"too short: its calibration part has \d+ tokens, room for 0 passages of 64"
     ):
@@ -63,9 +63,9 @@ def test_too_little_text_says_how_much_there_is():
     with pytest.raises(AttngapError, match="The text is empty"):
         passages(tokenizer, "  \n", context=64, count=1)
     with pytest.raises(AttngapError, match="context >= 3"):
-        passages(tiny_models.tokenizer(specials=True), TEXT, context=2, count=1)
+        passages(zoo.tokenizer(specials=True), TEXT, context=2, count=1)
     with pytest.raises(AttngapError, match="stress passage needs context >= 6"):
-        stress(tiny_models.tokenizer(specials=True), context=5)
+        stress(zoo.tokenizer(specials=True), context=5)
 
 
 def test_files_are_read_or_refused(tmp_path):

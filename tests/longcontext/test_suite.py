@@ -15,9 +15,9 @@ from attngap.longcontext.scoring import answer, answer_blind, difference, wilson
 from attngap.longcontext.suite import make, run_suite
 from attngap.longcontext.tasks import COPIED, TASKS, entries, task
 from attngap.longcontext.writing import Writer
-from tests import tiny_models
+from tests import zoo
 
-WORDS = tiny_models.tokenizer()
+WORDS = zoo.tokenizer()
 TEXT = "\n\n".join(language_reference())
 LENGTH = 1500  # characters, as this tokenizer counts
 
@@ -102,7 +102,7 @@ def test_entries_are_a_dictionary():
 
 
 def test_scores_equal_one_pass_without_a_cache():
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     writer = Writer(WORDS, TEXT, 250, random.Random(0))
     found = writer.weave([(0.5, " a1b2c3 ")], [writer.question("what?", "a1b2c3"), writer.question("and?", "b2")])
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_intervals_cover_what_they_should():
 
 
 def test_a_stopped_suite_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     options = {"lengths": [250], "tasks": ["needle", "frequent"], "examples": 2, "quiet": True}
     whole = run_suite({"original": model, "same": model}, WORDS, TEXT, **options)
     record = tmp_path / "suite.jsonl"
@@ -142,13 +142,13 @@ def test_a_stopped_suite_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_mistakes_are_said_in_one_line(tmp_path):
-    model = tiny_models.make("llama")
-    with pytest.raises(AttngapError, match=r"A length of 512 is beyond this model's 256 positions\. Give a shorter"):
-        run_suite({"original": model}, WORDS, TEXT, lengths=[512])
+    model = zoo.tiny("llama")
+    with pytest.raises(AttngapError, match=r"A length of 1024 is beyond this model's 512 positions\. Give a shorter"):
+        run_suite({"original": model}, WORDS, TEXT, lengths=[1024])
     with pytest.raises(AttngapError, match=r"No long-context task 'nedle'\. Did you mean 'needle'\?"):
         run_suite({"original": model}, WORDS, TEXT, lengths=[250], tasks=["nedle"])
     with pytest.raises(AttngapError, match="needs a causal language model, got BertModel"):
-        run_suite({"original": tiny_models.make("bert")}, WORDS, TEXT, lengths=[128])
+        run_suite({"original": zoo.tiny("bert")}, WORDS, TEXT, lengths=[128])
     with pytest.raises(AttngapError, match="has no room for this task"):
         make(task("needle"), WORDS, TEXT, 40, "0")
     (tmp_path / "other.jsonl").write_text('{"models": ["another"]}\n')

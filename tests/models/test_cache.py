@@ -7,8 +7,8 @@ from transformers import DynamicCache, StaticCache
 from attngap.errors import AttngapError
 from attngap.models.cache import MixedLayer, cache_bytes, fill
 from attngap.models.compat import tokens_in
-from attngap.models.swap import swap
-from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
+from attngap.models.swap import empty_cache, swap
+from tests.zoo import DECODERS, VOCABULARY, mechanisms, tiny
 
 PROMPT = torch.randint(1, VOCABULARY, (1, 23), generator=torch.Generator().manual_seed(2))
 KEEP = {"head": {0: [1], 1: [0, 1]}, "none": {0: [], 1: []}}
@@ -162,6 +162,19 @@ def test_assisted_and_prompt_lookup_decoding_give_the_same_tokens():
     assert torch.equal(generate(model, prompt_lookup_num_tokens=4), expected)
     assert torch.equal(generate(model, assistant_model=tiny()), expected)
     assert torch.equal(generate(tiny(), assistant_model=model), generate(tiny()))
+
+
+def test_all_tokens_of_a_cache_that_recorded_from_the_start_can_be_taken_back():
+    model = converted()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        exact = model(PROMPT, past_key_values=cache).logits
+        cache = empty_cache(model)
+        cache.activate_past_recording()
+        model(PROMPT - 1, past_key_values=cache)
+        cache.crop(-PROMPT.shape[1])
+        found = model(PROMPT, past_key_values=cache).logits
+    torch.testing.assert_close(found, exact)
 
 
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been():

@@ -3,27 +3,26 @@
 import threading
 
 import pytest
-import tiny_models
 import torch
 import transformers as tf
 
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
-from tests.tiny_models import make, tokens
+from tests import zoo
 from tests.zoo_architectures import architectures
 
-FAMILIES = sorted(tiny_models.FAMILIES)
+FAMILIES = sorted(zoo.FAMILIES)
 
 
 def outputs(model, ids, mask=None):
     with torch.no_grad():
-        found = model(**tiny_models.inputs(model, ids, mask))
+        found = model(**zoo.inputs(model, ids, mask))
     logits = getattr(found, "logits", None)
     return found.last_hidden_state if logits is None else logits
 
 
 def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = tiny_models.tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
+    ids, mask = zoo.tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
     mask[1, slice(0, 7) if side == "left" else slice(17, None)] = 0
     return ids, mask
 
@@ -38,8 +37,8 @@ def watch(model, ids, mask=None):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_outputs_are_the_same_to_the_bit(family, side):
-    model = tiny_models.make(family)
-    ids, mask = padded(side) if side != "none" else (tiny_models.tokens(2, 24), None)
+    model = zoo.tiny(family)
+    ids, mask = padded(side) if side != "none" else (zoo.tokens(2, 24), None)
     model.set_attn_implementation("sdpa")
     before = outputs(model, ids, mask)
     seen, during = watch(model, ids, mask)
@@ -50,20 +49,20 @@ def test_outputs_are_the_same_to_the_bit(family, side):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_are_numbered_and_cross_attention_is_apart(family):
-    model = tiny_models.make(family)
-    seen, _ = watch(model, tiny_models.tokens(1, 12))
+    model = zoo.tiny(family)
+    seen, _ = watch(model, zoo.tokens(1, 12))
     own = [call.layer for call in seen if not call.cross]
     cross = [call.layer for call in seen if call.cross]
     layers = {"albert": 3, "t5": 4}.get(family, 2)
     assert own == list(range(layers))  # ALBERT calls one module three times
     assert cross == ([0, 1] if family == "t5" else [])
-    again, _ = watch(model, tiny_models.tokens(1, 12))
+    again, _ = watch(model, zoo.tokens(1, 12))
     assert [call.layer for call in again] == [call.layer for call in seen]
 
 
 def test_a_call_carries_what_attention_read():
-    model = tiny_models.make("mistral")
-    seen, _ = watch(model, tiny_models.tokens(2, 24))
+    model = zoo.tiny("sliding")
+    seen, _ = watch(model, zoo.tokens(2, 24))
     call = seen[0]
     assert call.q.shape == (2, 4, 24, 8)
     assert call.k.shape == (2, 2, 24, 8)
@@ -87,7 +86,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_the_model_is_left_as_it_was_found_also_after_an_exception(family, implementation):
-    model = tiny_models.make(family)
+    model = zoo.tiny(family)
     model.set_attn_implementation(implementation)
     before = state_of(model)
 
@@ -96,16 +95,16 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception(family, imple
             raise KeyError("observer")
 
     with pytest.raises(KeyError, match="observer"), capture(model, fail):
-        outputs(model, tiny_models.tokens(1, 8))
+        outputs(model, zoo.tokens(1, 8))
     assert same(before, state_of(model))
-    seen, _ = watch(model, tiny_models.tokens(1, 8))
+    seen, _ = watch(model, zoo.tokens(1, 8))
     assert seen[0].layer == 0
     assert same(before, state_of(model))
 
 
 def test_a_returned_tensor_replaces_the_output():
-    model = tiny_models.make("llama")
-    ids = tiny_models.tokens(1, 8)
+    model = zoo.tiny("llama")
+    ids = zoo.tokens(1, 8)
     before = outputs(model, ids)
     with capture(model, lambda call: call.output.clone()):
         assert torch.equal(outputs(model, ids), before)
@@ -115,29 +114,29 @@ def test_a_returned_tensor_replaces_the_output():
 
 
 def test_two_models_are_watched_at_once():
-    first, second = tiny_models.make("llama"), tiny_models.make("gpt2")
+    first, second = zoo.tiny("llama"), zoo.tiny("gpt2")
     here, there = [], []
     with capture(first, here.append), capture(second, there.append):
-        outputs(first, tiny_models.tokens(1, 8))
-        outputs(second, tiny_models.tokens(1, 9))
+        outputs(first, zoo.tokens(1, 8))
+        outputs(second, zoo.tokens(1, 9))
     assert {call.q.shape[2] for call in here} == {8}
     assert {call.q.shape[2] for call in there} == {9}
 
 
 def test_a_second_capture_of_one_model_is_refused():
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     with capture(model, lambda call: None), pytest.raises(AttngapError, match="being captured already"):
         capture(model, lambda call: None).__enter__()
 
 
 def test_softcap_and_learned_sinks_are_refused_by_name():
-    gemma = tf.Gemma2ForCausalLM(tf.Gemma2Config(**tiny_models.DECODER, head_dim=8))
+    gemma = tf.Gemma2ForCausalLM(tf.Gemma2Config(**zoo.GROUPED))
     with pytest.raises(AttngapError, match=r"Gemma2ForCausalLM has no SDPA attention.*Handled: plain, grouped-query"):
         capture(gemma, lambda call: None).__enter__()
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     for name in ("softcap", "s_aux"):
         with pytest.raises(AttngapError, match=f"LlamaAttention uses '{name}'"), capture(model, lambda call: None):
-            model(tiny_models.tokens(1, 8), **{name: 30.0})
+            model(zoo.tokens(1, 8), **{name: 30.0})
 
 
 def test_a_model_without_the_interface_is_refused():
@@ -147,25 +146,25 @@ def test_a_model_without_the_interface_is_refused():
 
 
 def test_other_threads_are_computed_and_not_seen():
-    model = make("llama")
-    exact = model(tokens(1, 16)).logits
+    model = zoo.tiny("llama")
+    exact = model(zoo.tokens(1, 16)).logits
     seen, found = [], []
 
     def observe(call):
         seen.append(call.layer)
         if call.layer == 0:
-            other = threading.Thread(target=lambda: found.append(model(tokens(1, 16)).logits))
+            other = threading.Thread(target=lambda: found.append(model(zoo.tokens(1, 16)).logits))
             other.start()
             other.join()
 
     with capture(model, observe):
-        model(tokens(1, 16))
+        model(zoo.tokens(1, 16))
     assert seen == [0, 1]
     assert torch.equal(found[0], exact)
 
 
 def test_a_second_capture_of_the_same_model_is_refused_and_harms_nothing():
-    model = make("llama")
+    model = zoo.tiny("llama")
     with capture(model, lambda call: None):
         for other in (model, model.base_model):
             with pytest.raises(AttngapError, match="is being captured already"), capture(other, lambda call: None):
@@ -179,20 +178,20 @@ def test_a_second_capture_of_the_same_model_is_refused_and_harms_nothing():
     assert model.config._attn_implementation == "sdpa"
     calls = []
     with capture(model, calls.append):
-        model(tokens(1, 16))
+        model(zoo.tokens(1, 16))
     assert [call.layer for call in calls] == [0, 1]
 
 
 def test_many_threads_on_one_model_leave_it_usable():
-    model = make("llama")
-    exact = model(tokens(1, 16)).logits
+    model = zoo.tiny("llama")
+    exact = model(zoo.tokens(1, 16)).logits
     errors = []
 
     def use():
         for _ in range(10):
             try:
                 with capture(model, lambda call: None):
-                    model(tokens(1, 16))
+                    model(zoo.tokens(1, 16))
             except AttngapError as error:
                 errors.append(str(error))
 
@@ -202,16 +201,16 @@ def test_many_threads_on_one_model_leave_it_usable():
     for each in threads:
         each.join()
     assert all("is being captured already" in error for error in errors)
-    assert torch.equal(model(tokens(1, 16)).logits, exact)
+    assert torch.equal(model(zoo.tokens(1, 16)).logits, exact)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_two_models_of_one_config_do_not_disturb_each_other():
-    model = make("llama")
+    model = zoo.tiny("llama")
     other = type(model)(model.config).eval()
-    exact, seen = other(tokens(1, 16)).logits, []
+    exact, seen = other(zoo.tokens(1, 16)).logits, []
     with capture(model, lambda call: seen.append(call.layer)):
-        assert torch.equal(other(tokens(1, 16)).logits, exact)
+        assert torch.equal(other(zoo.tokens(1, 16)).logits, exact)
         assert other.config._attn_implementation == "sdpa"
     assert not seen
 
@@ -222,7 +221,7 @@ def test_what_the_captured_tensors_do_not_explain_is_refused_by_name():
         pytest.raises(AttngapError, match=r"DogeAttention of DogeForCausalLM computes something else than softmax"),
         capture(doge, lambda call: None),
     ):
-        doge(tokens(1, 16))
+        doge(zoo.tokens(1, 16))
 
 
 def test_a_model_without_attention_is_told_so():

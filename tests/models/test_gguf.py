@@ -6,13 +6,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
 from attngap.errors import AttngapError
 from attngap.models import gguf as module
 from attngap.models.load import load
+from tests import zoo
 
 gguf = pytest.importorskip("gguf", reason="the extra demo is not installed")
 LAYER = {
@@ -38,7 +38,7 @@ def gguf_name(name: str) -> str:
 
 def write(path: Path, *, leave_out: str = "") -> torch.nn.Module:
     """A tiny Llama in llama.cpp's layout, large matrices quantized to eight bits."""
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -93,7 +93,7 @@ def test_it_is_the_model_that_was_written(cache, tmp_path):
     tokens = torch.arange(2, 40)[None]
     with torch.no_grad():
         ours, theirs = model(tokens).logits, written(tokens).logits
-    assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()  # eight bits
+    assert (ours - theirs).abs().max() < 0.1 * theirs.abs().max()  # eight bits, and attention far from uniform
     assert tokenizer.decode(tokenizer("abc").input_ids) == "abc"
     assert tokenizer.eos_token == "</s>"
 

@@ -6,8 +6,8 @@ import torch
 import attngap
 from attngap.conversion.evaluate import Measures
 from attngap.models.capture import capture
-from tests.conversion.small import TEXT, tokenizer
-from tests.models.tiny import tiny
+from tests.conversion.small import TEXT
+from tests.zoo import tiny, tokenizer
 
 QUICK = {"context": 64, "tokens": 256, "steps": 2, "joint": 1, "rounds": 1, "window": 8}
 NOTHING = Measures(passages=1, trials=0, contexts=(), by_length=())

@@ -4,7 +4,6 @@ import importlib.util
 import json
 
 import pytest
-import tiny_models
 import torch
 import transformers as tf
 from safetensors.torch import save_file
@@ -13,13 +12,14 @@ from attngap.errors import AttngapError
 from attngap.models import load as module
 from attngap.models.gguf import cache_folder
 from attngap.models.load import load
+from tests import zoo
 
 
 @pytest.fixture
 def folder(tmp_path):
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     model.save_pretrained(tmp_path)
-    tiny_models.tokenizer().save_pretrained(tmp_path)
+    zoo.tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -28,16 +28,16 @@ def test_a_folder_loads_in_evaluation_mode_and_float32(folder):
     assert type(model).__name__ == "LlamaForCausalLM"
     assert not model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert len(tokenizer) == tiny_models.VOCABULARY
+    assert len(tokenizer) == zoo.VOCABULARY
     half, _ = load(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "albert"])
 def test_the_class_follows_the_config(tmp_path, family):
-    saved = tiny_models.make(family)
+    saved = zoo.tiny(family)
     saved.save_pretrained(tmp_path)
-    tiny_models.tokenizer().save_pretrained(tmp_path)
+    zoo.tokenizer().save_pretrained(tmp_path)
     model, _ = load(tmp_path)
     assert type(model) is type(saved)
 
@@ -54,7 +54,7 @@ def test_a_folder_that_is_no_model(tmp_path):
 
 def test_pickled_weights_need_a_flag(folder):
     weights = folder / "model.safetensors"
-    torch.save(tiny_models.make("llama").state_dict(), folder / "pytorch_model.bin")
+    torch.save(zoo.tiny("llama").state_dict(), folder / "pytorch_model.bin")
     weights.unlink()
     with pytest.raises(AttngapError, match=r"only as pickle \(pytorch_model\.bin\).*--allow-pickle"):
         load(folder)
@@ -127,7 +127,7 @@ def test_minilm_comes_from_its_wheel():
 
 
 def test_a_checkpoint_that_lacks_or_has_other_weights_is_refused(tmp_path):
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for folder, change, message in (
         ("missing", lambda w: w.pop("model.layers.0.self_attn.q_proj.weight"), r"lacks 1 weights.*q_proj"),
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_lacks_or_has_other_weights_is_refused(tmp_path):
         change(here)
         model.save_pretrained(tmp_path / folder)
         save_file(here, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
-        tiny_models.tokenizer().save_pretrained(tmp_path / folder)
+        zoo.tokenizer().save_pretrained(tmp_path / folder)
         with pytest.raises(AttngapError, match=message):
             load(tmp_path / folder)
 

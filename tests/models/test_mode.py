@@ -9,9 +9,9 @@ from attngap.errors import AttngapError
 from attngap.heads.passages import check_tokenizer, longest
 from attngap.models.mode import evaluating
 from attngap.models.swap import layer_shapes
-from tests import tiny_models
-from tests.conversion.small import TEXT, tokenizer
-from tests.models.tiny import SHARED, tiny
+from tests import zoo
+from tests.conversion.small import TEXT
+from tests.zoo import SHARED, tiny, tokenizer
 
 
 def test_training_mode_is_off_inside_and_as_it_was_after():
@@ -42,7 +42,7 @@ def test_positions_behind_an_offset_are_not_counted():
 
 def test_a_tokenizer_of_another_model_is_refused():
     with pytest.raises(AttngapError, match=r"The tokenizer has \d+ tokens and the model embeds 64"):
-        check_tokenizer(tiny(), tiny_models.tokenizer())
+        check_tokenizer(tf.LlamaForCausalLM(tf.LlamaConfig(**SHARED | {"vocab_size": 64})), zoo.tokenizer())
 
 
 def test_a_model_that_needs_more_than_tokens_is_told_so():

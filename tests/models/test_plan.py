@@ -3,12 +3,12 @@
 import json
 
 import pytest
-import tiny_models
 import torch
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement, architecture, fingerprint
+from tests import zoo
 
 
 def facts(**changes):
@@ -71,12 +71,12 @@ def test_a_missing_or_broken_file_is_refused(tmp_path):
 
 
 def test_a_plan_for_other_weights_is_refused():
-    model = tiny_models.make("llama")
+    model = zoo.tiny("llama")
     own = plan(model=facts(architecture=architecture(model), fingerprint=fingerprint(model)))
     own.check(model)
     own.check(model.to(torch.bfloat16))  # the dtype does not matter
     with pytest.raises(AttngapError, match="is for LlamaForCausalLM, the model is GPT2LMHeadModel"):
-        own.check(tiny_models.make("gpt2"))
+        own.check(zoo.tiny("gpt2"))
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
     with pytest.raises(AttngapError, match="made for other weights"):

@@ -10,7 +10,7 @@ from attngap.mechanisms.rotary import Rotary
 from attngap.models.capture import capture
 from attngap.models.positions import layer_positions
 from attngap.models.swap import swap
-from tests.models.tiny import GROUPED, SHARED, SPREAD, VOCABULARY, mechanisms, tiny
+from tests.zoo import GROUPED, SHARED, SPREAD, VOCABULARY, mechanisms, tiny
 
 GROUP: dict[str, Any] = GROUPED | SPREAD
 THETA = {"rope_theta": 10000.0}

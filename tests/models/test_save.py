@@ -14,8 +14,8 @@ from attngap.conversion.evaluate import Measures
 from attngap.conversion.linearize import linearize
 from attngap.errors import AttngapError
 from attngap.models.save import load_converted, record, save, weights_hash
-from tests.conversion.small import TEXT, plan, tokenizer
-from tests.models.tiny import tiny
+from tests.conversion.small import TEXT, plan
+from tests.zoo import tiny, tokenizer
 
 QUICK = {
     "context": 64,

@@ -1,14 +1,14 @@
 """Conversations token by token: what `generate` would write, in a cache that goes on from turn to turn."""
 
 import pytest
-import tiny_models
 import torch
 
 from attngap.errors import AttngapError
 from attngap.models.cache import cache_bytes
 from attngap.models.stream import Conversation, prompt_ids
 from attngap.models.swap import swap
-from tests.models.tiny import mechanisms, tiny
+from tests import zoo
+from tests.zoo import mechanisms, tiny
 
 
 def said(text):
@@ -23,7 +23,7 @@ def models():
 
 @pytest.mark.parametrize("name", ["original", "converted"])
 def test_a_reply_is_what_generate_writes(name):
-    model, words = models()[name], tiny_models.tokenizer()
+    model, words = models()[name], zoo.tokenizer()
     ids = torch.tensor([prompt_ids(words, said("the cat sat on the mat"))])
     expected = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :].tolist()
     steps = list(Conversation(model, words).reply(said("the cat sat on the mat"), limit=9))
@@ -32,7 +32,7 @@ def test_a_reply_is_what_generate_writes(name):
 
 
 def test_the_next_turn_reads_only_what_is_new_and_answers_as_a_fresh_start_would(monkeypatch):
-    model, words = models()["converted"], tiny_models.tokenizer()
+    model, words = models()["converted"], zoo.tokenizer()
     talk, fed = Conversation(model, words), []
     feed = talk._feed
     monkeypatch.setattr(talk, "_feed", lambda ids: (fed.append(list(ids)), feed(ids))[1])
@@ -49,7 +49,7 @@ def test_the_next_turn_reads_only_what_is_new_and_answers_as_a_fresh_start_would
 
 
 def test_the_cache_of_a_conversation_is_measured(monkeypatch):
-    words = tiny_models.tokenizer()
+    words = zoo.tokenizer()
     sizes = {}
     for name, model in models().items():
         talk = Conversation(model, words)
@@ -61,6 +61,6 @@ def test_the_cache_of_a_conversation_is_measured(monkeypatch):
 
 def test_mistakes_are_one_line():
     with pytest.raises(AttngapError, match="An encoder writes no text"):
-        Conversation(tiny_models.make("bert"), tiny_models.tokenizer())
+        Conversation(zoo.tiny("bert"), zoo.tokenizer())
     with pytest.raises(AttngapError, match="The prompt is empty"):
-        prompt_ids(tiny_models.tokenizer(), said(""))
+        prompt_ids(zoo.tokenizer(), said(""))

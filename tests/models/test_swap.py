@@ -5,7 +5,7 @@ from attngap import mechanism
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
 from attngap.models.swap import layer_shapes, mixed_heads, real_tokens, swap
-from tests.models.tiny import DECODERS, VOCABULARY, mechanisms, tiny
+from tests.zoo import DECODERS, VOCABULARY, mechanisms, tiny
 
 TOKENS = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -11,7 +11,7 @@ from attngap.errors import AttngapError
 from attngap.models.capture import check_watchable
 from attngap.models.swap import mixed_heads, swap
 from attngap.models.twin import undone
-from tests.models.tiny import VOCABULARY, mechanisms, tiny
+from tests.zoo import VOCABULARY, mechanisms, tiny
 
 TOKENS = torch.randint(VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))
 

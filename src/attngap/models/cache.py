@@ -148,7 +148,8 @@ class MixedLayer(CacheLayerMixin):
         if tokens_to_remove and self.keys is not None:
             self.keys, self.values = (x[:, :, : x.shape[2] + tokens_to_remove] for x in (self.keys, self.values))
         if tokens_to_remove:
-            self.state, self.count = self.past.state, self.past.count
+            self.state = self.past.state  # recording may have begun before the first token
+            self.count = torch.zeros_like(self.count) if self.past.count is None else self.past.count
             for step in self.past.first(left):
                 self._advance(step)
         self.past = _Past(self)
