@@ -17,7 +17,7 @@ from attngap.conversion.receipt import Receipt
 from attngap.diagnosis.result import Diagnosis
 from attngap.errors import AttngapError
 from attngap.models.plan import Plan
-from attngap.models.save import Base, describe, mark, weights_hash
+from attngap.models.save import Base, conversion_record, set_conversion, weights_hash
 from attngap.models.swap import swap
 from attngap.probes.sweep import load_sweep
 from attngap.report import results
@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
         for layer in made
     }
     base = Base(name="base", architecture=type(model).__name__, sha256=weights_hash(model))
-    mark(converted, describe(converted, options, plan(model), base, lora=0))
+    set_conversion(converted, conversion_record(converted, options, plan(model), base, lora=0))
     attngap.save(converted, here, tokenizer=tokenizer(), original=model)
     return here
 
