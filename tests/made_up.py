@@ -22,6 +22,17 @@ PROVENANCE = {
 MODEL = {"architecture": "LlamaForCausalLM", "fingerprint": "0123456789abcdef"}
 
 
+# As long as a diagnosis writes them.
+REASONS = {
+    "keep": "kept for recall: replacing it costs 0.11 nats there, 21.3% of all heads' (on text 0.001, 2.9%); a "
+    "retrieval head: puts 87% on the token to copy when text repeats; no weights of rank 64 come nearer than 0.0% on "
+    "text, 22.6% on recall; with the best of them 1% of its damage on text and 100% of its damage on recall would "
+    "remain",
+    "replace": "75% on the first tokens, 13% nearby, 12% far; costs 0.0008 nats on text, 0.001 on recall",
+    "window": "reads the token before (86%); a window is enough, at most 0.2% lies beyond it",
+}
+
+
 def head(layer: int, place: int, kv_heads: int, heads: int, dice: random.Random) -> dict[str, Any]:
     damage = math.exp(dice.gauss(-8, 2))
     unavoidable = damage * dice.random() ** 2
@@ -33,8 +44,8 @@ def head(layer: int, place: int, kv_heads: int, heads: int, dice: random.Random)
         "layer": layer,
         "head": place,
         "kv_head": place * kv_heads // heads,
-        "verdict": dice.choice(["keep", "replace", "replace", "window"]),
-        "reason": "71% sink and the rest local",
+        "verdict": (verdict := dice.choice(["keep", "replace", "replace", "window"])),
+        "reason": REASONS[verdict],
         "entropy": dice.random(),
         "top": dice.random(),
         "sink": sink,

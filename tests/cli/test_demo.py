@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from attngap.cli import demo
 from attngap.cli.app import app
 from attngap.errors import AttngapError
+from attngap.options import SINKS, WINDOW
 from tests import zoo
 
 run = CliRunner().invoke
@@ -50,7 +51,7 @@ def test_the_story_is_told_whole_and_resumes(small, monkeypatch):
     assert str((small / "report.html").absolute()) in first.output.replace("\n", "")
     commands = [shlex.split(line, comments=True) for line in first.output.split("Next:")[1].strip().splitlines()]
     assert [words[1] for words in commands] == ["serve", "generate", "diagnose", "linearize"]
-    assert commands[0][2:] == [str(small), "--model", str(small.parent / "tiny")]
+    assert commands[0][2:] == [str(small), "--model", str(small / "converted")]
 
     def never(*_, **__):
         raise AssertionError("a finished step was computed again")
@@ -80,9 +81,11 @@ def test_what_is_printed_next_starts_this_attngap(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.executable", str(here / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert demo.next_commands(Path("a b"), "smollm2")[0].startswith(".venv/bin/attngap serve 'a b' --model smollm2 ")
+    assert demo.next_commands(Path("a b"), "smollm2")[0].startswith(
+        ".venv/bin/attngap serve 'a b' --model 'a b'/converted "
+    )
     monkeypatch.setenv("PATH", str(here))
-    assert demo.next_commands(Path("demo"), "smollm2")[0].startswith("attngap serve demo --model smollm2 ")
+    assert demo.next_commands(Path("demo"), "smollm2")[0].startswith("attngap serve demo --model demo/converted ")
 
 
 def test_theory_in_ten_lines():
@@ -92,3 +95,10 @@ def test_theory_in_ten_lines():
     assert millions[0] == "10^6"
     assert float(millions[2]) > 0.99
     assert float(millions[3]) < 0.01
+
+
+def test_the_prompt_outgrows_sinks_and_window():
+    """Within them both models are equal by construction; a word has at least one token."""
+    assert len(demo.PROMPT.split()) > WINDOW + SINKS
+    first, last = demo.PROMPT.split(". ")[0], demo.PROMPT.rsplit('"', 1)[1]
+    assert first.startswith(last), "what is asked at the end is told at the start"

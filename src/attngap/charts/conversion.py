@@ -19,7 +19,7 @@ THOUSANDS = "datum.value % 1024 ? datum.label : datum.value / 1024 + 'k'"
 
 
 def quality_against_length(points: Sequence[Row], title: str, form: str = ".3f", positions: int | None = None):
-    """A line a part of the model over the length it was measured at. Rows: length, part, value.
+    """One line per part of the model over the length it was measured at. Rows: length, part, value.
 
     One length alone makes no line: its values are drawn side by side. `positions` marks where the model's own end.
     """
@@ -62,7 +62,7 @@ def _colors(alt, names: Sequence[str]):
 
 
 def quality_against_kept(points: Sequence[Row], title: str):
-    """Several conversions of one model: a line a part over the share of heads that keep softmax.
+    """Several conversions of one model: one line per part over the share of heads that keep softmax.
 
     Rows: kept (a share), part, value.
     """
@@ -91,8 +91,12 @@ def predicted_damage(points: Sequence[Row], chosen: int | None = None):
         alt.Chart(rows(points))
         .mark_line(interpolate="monotone")
         .encode(
-            x=alt.X("kept:Q", title="heads that keep softmax"),
-            y=alt.Y("damage:Q", title="predicted damage, nats a token", scale=alt.Scale(type="symlog", constant=0.01)),
+            x=alt.X(
+                "kept:Q", title="heads that keep softmax", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=10)
+            ),
+            y=alt.Y(
+                "damage:Q", title="predicted damage, nats per token", scale=alt.Scale(type="symlog", constant=0.01)
+            ),
             color=alt.Color("kind:N", scale=colors, title=None, legend=alt.Legend(orient="top")),
             tooltip=["kind:N", "kept:Q", alt.Tooltip("damage:Q", format=".3g")],
         )
@@ -104,12 +108,13 @@ def predicted_damage(points: Sequence[Row], chosen: int | None = None):
 
 
 def against_context(points: Sequence[Row], title: str, between: Sequence[int | float] | None = None):
-    """A line a model over context, both axes in logarithms; `between` shades where the converted model overtakes.
+    """One line per model over context, both axes in logarithms; `between` shades where the converted model overtakes.
 
     Rows: context, part, value.
     """
     alt = altair()
     contexts = sorted({point["context"] for point in points})
+    ladder = _ladder([point["value"] for point in points])
     x = alt.X(
         "context:Q",
         title="context, tokens",
@@ -124,8 +129,8 @@ def against_context(points: Sequence[Row], title: str, between: Sequence[int | f
             y=alt.Y(
                 "value:Q",
                 title=title,
-                scale=alt.Scale(type="log", nice=False, padding=12),
-                axis=alt.Axis(values=_ladder([point["value"] for point in points]), format="~g"),
+                scale=alt.Scale(type="log", nice=False, domain=[ladder[0], ladder[-1]]),
+                axis=alt.Axis(values=ladder, format="~g"),
             ),
             color=_colors(alt, _named(points)),
             tooltip=[
@@ -143,7 +148,7 @@ def against_context(points: Sequence[Row], title: str, between: Sequence[int | f
 
 
 def _ladder(values: Sequence[float]) -> list[float]:
-    """1, 2, 5, 10, 20, ... over the range of the values, thinned to what an axis can carry.
+    """1, 2, 5, 10, 20, ... around the values, powers of ten alone where that would be more than an axis carries.
 
     >>> _ladder([7.0, 160.0])
     [5.0, 10.0, 20.0, 50.0, 100.0, 200.0]
@@ -152,7 +157,9 @@ def _ladder(values: Sequence[float]) -> list[float]:
     steps = [float(f"{digit}e{power}") for power in range(low, high + 2) for digit in (1, 2, 5)]
     first = max(place for place, step in enumerate(steps) if step <= min(values))
     last = min(place for place, step in enumerate(steps) if step >= max(values))
-    return steps[first : last + 1] if last - first <= 8 else [step for step in steps if f"{step:e}".startswith("1")]
+    if last - first <= 8:
+        return steps[first : last + 1]
+    return [float(f"1e{power}") for power in range(low, math.ceil(math.log10(max(values))) + 1)]
 
 
 def overtakes(first: Sequence[Point], second: Sequence[Point]) -> tuple[int | float, int | float] | None:

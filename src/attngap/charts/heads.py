@@ -21,7 +21,7 @@ class Metric:
 
 # What the map can be colored by, in the order of the selector.
 METRICS = (
-    Metric("damage", "damage on text", ".2g", "log", "Fisher estimate of the KL, nats a token, this head replaced"),
+    Metric("damage", "damage on text", ".2g", "log", "Fisher estimate of the KL, nats per token, this head replaced"),
     Metric("recall_damage", "damage on recall", ".2g", "log", "the same where a random sequence repeats"),
     Metric(
         "unavoidable",
@@ -51,7 +51,7 @@ VERDICTS = NAMED["verdict"]
 
 
 def head_map(heads: Sequence[Row], color: str = "verdict"):
-    """Layers across, heads down, one square a head; `color` is a key of NAMED or of a METRIC the heads carry."""
+    """Layers across, heads down, one square per head; `color` is a key of NAMED or of a METRIC the heads carry."""
     alt = altair()
     tall = 1 + max(head["head"] for head in heads)
     chosen = alt.param(name="chosen", value="")
@@ -161,7 +161,7 @@ def damage_split(heads: Sequence[Row], most: int = 20):
         .encode(
             y=alt.Y("id:N", sort=alt.SortField("order"), title="head (layer.head)"),
             yOffset=alt.YOffset("kind:N", sort=kinds),
-            x=alt.X("damage:Q", title="damage, nats a token", axis=alt.Axis(tickCount=5)),
+            x=alt.X("damage:Q", title="damage, nats per token", axis=alt.Axis(tickCount=5)),
             color=alt.Color("part:N", scale=colors, title=None, legend=alt.Legend(orient="top", labelLimit=0)),
             order=alt.Order("stack:Q"),
             tooltip=["id:N", "part:N", alt.Tooltip("damage:Q", format=".3g")],
@@ -198,7 +198,12 @@ def concentration(heads: Sequence[Row]):
         alt.Chart(rows(points))
         .mark_line(interpolate="monotone")
         .encode(
-            x=alt.X("heads:Q", title="heads kept, most harmful first"),
+            x=alt.X(
+                "heads:Q",
+                title="heads kept, most harmful first",
+                scale=alt.Scale(nice=False),
+                axis=alt.Axis(tickCount=10),
+            ),
             y=alt.Y("share:Q", title="share of all damage they carry", axis=alt.Axis(format="%")),
             color=alt.Color("kind:N", scale=colors, title=None, legend=alt.Legend(orient="top")),
             tooltip=["kind:N", "heads:Q", alt.Tooltip("share:Q", format=".1%")],
@@ -208,7 +213,7 @@ def concentration(heads: Sequence[Row]):
 
 
 def selection(heads: Sequence[Row], context: int, most: int = 48):
-    """Selection exponent against context, a line a head: kappa(n) = M / log(n - 1), M as the median row has it.
+    """Selection exponent against context, one line per head: kappa(n) = M / log(n - 1), M as the median row has it.
 
     Every line goes through its own point, measured at `context`, and falls through 1 at n* = 1 + (context - 1)^kappa.
     Of many heads the `most` selective are drawn.
@@ -225,7 +230,12 @@ def selection(heads: Sequence[Row], context: int, most: int = 48):
         for n in lengths
     ]
     top = max([2.0, *(head["kappa"] for head in chosen)])
-    x = alt.X("n:Q", scale=alt.Scale(type="log"), title="context, tokens", axis=alt.Axis(tickCount=6, format="~s"))
+    x = alt.X(
+        "n:Q",
+        scale=alt.Scale(type="log", nice=False),
+        title="context, tokens",
+        axis=alt.Axis(values=[100, 1e3, 1e4, 1e5, 1e6], format="~s", labelFlush=True),
+    )
     y = alt.Y("kappa:Q", title="selection exponent κ", scale=alt.Scale(domain=[0, top], clamp=True))
     names = [name for name in VERDICTS if any(head["verdict"] == name for head in chosen)]
     scale = alt.Scale(domain=names, range=[VERDICTS[name] for name in names])

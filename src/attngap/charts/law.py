@@ -8,7 +8,7 @@ KERNELS = {"softmax": ORANGE, "linear": BLUE, "polynomial": TEAL}
 
 
 def success_curves(points: Sequence[Row] | None = None, needle: float = 0.7, critical: float = 0.618):
-    """Success against the needle, a line a kernel. Rows: needle, kernel, success.
+    """Success against the needle, one line per kernel. Rows: needle, kernel, success.
 
     Without rows the data is named "law", for a page that fills it in; `needle` and `critical` are parameters too.
     """

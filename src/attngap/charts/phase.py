@@ -10,10 +10,15 @@ from attngap.charts.frame import Row, altair
 
 AXES: dict[str, tuple[str, Any]] = {"scale": ("logit scale s", "linear"), "n": ("context n, tokens", "log")}
 GOLDEN = 0.6180339887498949
+# Powers of ten as people write them.
+POWERS: dict[str, Any] = {
+    "values": [1e3, 1e6, 1e9, 1e12, 1e15],
+    "labelExpr": "'10' + ['³', '⁶', '⁹', '¹²', '¹⁵'][round(log(datum.value) / LN10) / 3 - 1]",
+}
 
 
 def panels(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, legend: bool = True) -> dict[str, Any]:
-    """Success over (axis, needle) with the critical curves on top, a chart a kernel. `axis` is "scale" or "n".
+    """Success over (axis, needle) with the critical curves on top, one chart per kernel. `axis` is "scale" or "n".
 
     Cells are rows of kernel, axis, needle, success; curves rows of kernel, axis, needle, curve.
     """
@@ -26,7 +31,9 @@ def panels(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, legend: bo
         "x:Q",
         title=title,
         scale=alt.Scale(type=scale, domain=domain["x"], nice=False, clamp=True),
-        axis=alt.Axis(format="~e" if scale == "log" else "~g", tickCount=4, grid=False, labelOverlap=True),
+        axis=alt.Axis(
+            grid=False, labelOverlap=True, **(POWERS if scale == "log" else {"format": "~g", "tickCount": 4})
+        ),
     )
     y = alt.Y(
         "y:Q",
@@ -70,7 +77,7 @@ def diagram(cells: Sequence[Row], curves: Sequence[Row], axis: str, *, width: in
 
 
 def thresholds(rows: Sequence[Row], *, width: int = 520, height: int = 320) -> Any:
-    """Selectivity threshold against n, one line a mechanism; those that never separate are listed in the subtitle."""
+    """Selectivity threshold against n, one line per mechanism; those that never separate are listed in the subtitle."""
     alt = altair()
     found = [row for row in rows if row["needle"] is not None]
     never = sorted({row["label"] for row in rows} - {row["label"] for row in found})

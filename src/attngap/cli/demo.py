@@ -41,15 +41,20 @@ QUICK = Sizes(
 KEEP = 0.1
 # Longer than sinks and window, with something at the start to recall: within the window both models are equal.
 PROMPT = (
-    "The code word for the north gate is marigold. Nobody wrote it down; the keeper told it to her daughter, and the "
-    "daughter remembered it. The house stood on a hill above the river. In the morning the fog came up from the water "
-    "and covered the lower fields, so that only the roofs and the tops of trees could be seen. By noon it was gone. "
-    "The road from the village led past the mill, over a stone bridge and through a wood of old beeches. Carts came up "
-    "twice a week with flour, lamp oil and letters. In winter, when the road was closed, the people of the house lived "
-    "on what they had stored, and in the evenings they sat by the fire and told each other stories of the sea, which "
-    "most of them had never seen. One day a stranger came to the north gate and asked to be let in. The keeper's "
-    "daughter asked him for the code word. The stranger thought for a while, then he said the code word for the north "
-    "gate, which is"
+    "The code word for the north gate is marigold. Nobody wrote it down; the keeper told it to her daughter, and "
+    "the daughter remembered it. The house stood on a hill above the river. In the morning the fog came up from the"
+    " water and covered the lower fields, so that only the roofs and the tops of trees could be seen. By noon it "
+    "was gone. The road from the village led past the mill, over a stone bridge and through a wood of old beeches. "
+    "Carts came up twice a week with flour, lamp oil and letters. Behind the house lay a garden with apple trees, "
+    "and behind the garden a meadow where two horses grazed from spring until the first frost. The kitchen had a "
+    "long table, a stove of green tiles and a window from which one saw the whole valley, and on clear days the "
+    "snow on the mountains far to the south. In winter, when the road was closed, the people of the house lived on "
+    "what they had stored, and in the evenings they sat by the fire and told each other stories of the sea, which "
+    "most of them had never seen. An uncle had once sailed on a ship with three masts. He knew the names of the "
+    "winds, and he had brought home a clock that still showed the time of a harbor on the other side of the world. "
+    "Nobody ever set it right. One day a stranger came up the road, late in the afternoon, with dust on his boots "
+    "and a letter in his hand. He asked to be let in at the north gate. The keeper's daughter asked him for the "
+    'code word. The stranger answered: "The code word for the north gate is'
 )
 NEW_TOKENS = 40
 
@@ -164,12 +169,12 @@ class Demo:
         return Diagnosis.load(self.folder / "diagnosis")
 
     def plan(self) -> None:
-        from attngap.cli.plan import show
+        from attngap.cli.plan import show, signed
         from attngap.models.plan import Plan
 
         path = self.folder / "plan.json"
         if not path.exists():
-            self._diagnosis().plan(KEEP).save(path)
+            signed(self._diagnosis().plan(KEEP)).save(path)
         if not self.quiet:
             show(Plan.load(path), path)
 
@@ -237,7 +242,9 @@ class Demo:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(f"“{samples['prompt']}”"), expand=True)
+        words = samples["prompt"].split()
+        told = samples["prompt"] if len(words) < 60 else f"{' '.join(words[:24])} [...] {' '.join(words[-24:])}"
+        table = Table(title=Text(f"“{told}”", justify="left"), expand=True)
         for name in samples["texts"]:
             table.add_column(name, ratio=1)
         table.add_row(*(Text(text) for text in samples["texts"].values()))
@@ -280,7 +287,7 @@ def next_commands(folder: Path, model: str) -> list[str]:
     """Lines that run as they are printed, from here."""
     attngap, place, name = start(), shlex.quote(str(folder)), shlex.quote(model)
     return [
-        f"{attngap} serve {place} --model {name}  # play with it in the browser; Ctrl-C ends it",
+        f"{attngap} serve {place} --model {place}/converted  # both models in the browser; Ctrl-C ends it",
         f'{attngap} generate {place}/converted "Once upon a time"',
         f"{attngap} diagnose {name} -o my-diagnosis  # in full; or your own model: a folder, an id, a .gguf file",
         f"{attngap} linearize {name} --keep 0.1 -o my-model",

@@ -98,7 +98,7 @@ def _print_one(record: dict[str, Any]) -> None:
     console.print(f"{record['name']} (arXiv {record['paper']})", style="bold")
     paragraphs = record["formula"].split("\n\n")
     console.print("\n\n".join(" ".join(each.split()) for each in paragraphs), markup=False)
-    rank = "one a token" if record["grows"] else record["state_rank"]
+    rank = "one per token" if record["grows"] else record["state_rank"]
     console.print(f"\nState of one head at dim {DIM}: {_floats(record)} floats, rank {rank}", markup=False)
     options = ", ".join(f"{option}={default!r}" for option, default in record["options"].items())
     console.print(f"Options: {options or 'none'}", markup=False)
@@ -106,5 +106,5 @@ def _print_one(record: dict[str, Any]) -> None:
 
 def _floats(record: dict[str, Any]) -> str:
     if record["grows"]:
-        return f"{record['state_floats'] // TOKENS} a token"
+        return f"{record['state_floats'] // TOKENS} per token"
     return f"{record['state_floats']:,}"

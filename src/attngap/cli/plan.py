@@ -32,15 +32,20 @@ def plan(
     """
     units = read_granularity(granularity)
     from attngap.diagnosis.result import Diagnosis
-    from attngap.provenance import provenance
 
-    made = Diagnosis.load(directory).plan(keep, units)
-    made = made.model_copy(update={"provenance": provenance(**made.provenance)})
+    made = signed(Diagnosis.load(directory).plan(keep, units))
     made.save(output)
     if as_json:
         print(made.model_dump_json(by_alias=True))
     else:
         show(made, output)
+
+
+def signed(made: "Plan") -> "Plan":
+    """With the command and the time that it was made at, beside those of its diagnosis."""
+    from attngap.provenance import provenance
+
+    return made.model_copy(update={"provenance": provenance(**made.provenance)})
 
 
 def read_granularity(text: str) -> Granularity:

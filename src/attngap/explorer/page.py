@@ -122,4 +122,4 @@ def _results() -> Section:
 
 
 def _columns(*keys: str) -> Sequence[Column]:
-    return [Column(key, key) for key in keys]
+    return [Column(key, key, wide=key in ("model", "sweep", "path")) for key in keys]

@@ -33,7 +33,7 @@ class Sentences:
         return self.models["original"]
 
     def heads(self, text: str) -> dict[str, Any]:
-        """One row a head: where its attention goes on this sentence, and how far its replacement's goes elsewhere."""
+        """One row per head: where its attention goes on this sentence, and how far its replacement's goes elsewhere."""
         tokens, count, models = self._run(text)
         kept = self._kept()
         rows = []

@@ -22,7 +22,7 @@ class Shelf:
         self._shown: list[Path] = []
 
     def listing(self) -> list[dict[str, Any]]:
-        """One row a result; a file that cannot be read is listed with its fault instead of hiding the others."""
+        """One row per result; a file that cannot be read is listed with its fault instead of hiding the others."""
         rows = []
         for path in self._files(".json"):
             try:

@@ -8,7 +8,7 @@ from attngap.report.sections.conversion import conversion_sections
 from attngap.report.sections.heads import head_sections
 from attngap.report.sections.probes import probe_sections
 from attngap.report.sections.provenance import provenance_section
-from attngap.report.sections.receipts import facts
+from attngap.report.sections.receipts import facts, limit
 from attngap.report.sections.samples import sample_sections
 from attngap.report.sections.theory import theory_sections
 
@@ -37,5 +37,6 @@ def _page(results: Results, title: str | None) -> str:
         title or ", ".join(names) or "attngap report",
         sections,
         answer=answer(results),
+        limit=(receipts and limit(receipts[0].content)) or "",
         facts=facts(receipts[0]) if receipts else (),
     )

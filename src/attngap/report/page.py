@@ -168,7 +168,16 @@ class Form:
     columns: Sequence[str] = ()  # a stream of text each, side by side
 
 
-Block = Text | Facts | Chart | Panels | Table | HeadPanel | Form
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """Texts by title; the first `common` letters are the same in all, and what follows is marked."""
+
+    kind: ClassVar[str] = "side-by-side"
+    texts: dict[str, str]
+    common: int = 0
+
+
+Block = Text | Facts | Chart | Panels | Table | HeadPanel | Form | SideBySide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +207,15 @@ def render(
     *,
     subtitle: str = "",
     answer: Sequence[str] = (),
+    limit: str = "",
     facts: Sequence[Fact] = (),
     live: bool = False,
     scripts: Iterable[str] = (),
 ) -> str:
-    """The page. `live` allows requests to its own server (the explorer, whose `scripts` come last); a report none."""
+    """The page: `answer` in sentences, `limit` says up to where it holds.
+
+    `live` allows requests to its own server (the explorer, whose `scripts` come last); a report makes none.
+    """
     packed = Packer()
     for section in sections:
         for block in section.blocks:
@@ -215,6 +228,7 @@ def render(
             title=title,
             subtitle=subtitle,
             answer=answer,
+            limit=limit,
             facts=Facts(facts) if facts else None,
             sections=sections,
             live=live,

@@ -5,7 +5,7 @@ from typing import Any
 from attngap.probes.summary import summarize
 from attngap.report.results import Result, Results
 from attngap.report.sections.heads import damage_line, head_rows
-from attngap.report.sections.receipts import at_longest, limit, longest
+from attngap.report.sections.receipts import at_longest, longest
 
 
 def answer(results: Results) -> list[str]:
@@ -42,7 +42,7 @@ def from_receipt(content: dict[str, Any]) -> list[str]:
         parts.append(f"the cache is {saved:.0%} smaller at {gain['context']:,} tokens")
         faster = gain["converted"]["decode"] / gain["original"]["decode"]
         parts.append(f"decoding there is {faster:.2g} times as fast")
-    return [first, _sentence(parts), *([line] if (line := limit(content)) else [])]
+    return [first, _sentence(parts)]
 
 
 def from_diagnosis(result: Result, plans: list[Result]) -> list[str]:

@@ -4,27 +4,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from attngap.charts import conversion as charts
-from attngap.report.page import Block, Chart, Column, Section, Table, Text
+from attngap.report.page import Block, Chart, Column, Section, Table
 from attngap.report.results import Result, Results
+from attngap.report.sections.notes import notes
 from attngap.report.sections.plan import plan_sections
-from attngap.report.sections.receipts import by_length, filled
+from attngap.report.sections.receipts import HELD_OUT, by_length, filled, measurements
 from attngap.report.sections.speed import speed_section
 
 Row = dict[str, Any]
 MEASURES = {
     "perplexity_ratio": ("perplexity, times the original's", ".3f"),
-    "divergence": ("KL to the original, nats a token", ".3f"),
+    "divergence": ("KL to the original, nats per token", ".3f"),
     "needle": ("digits of a hidden number recalled", ".0%"),
     "repetition": ("repeated random tokens predicted", ".0%"),
 }
 QUALITY = (
     Column("folder", "result"),
     Column("part", "model"),
+    Column("text", "text", wide=True),
     Column("kept", "heads kept", ".1%"),
     Column("length", "tokens", ",.0f", "length of the text that these figures were measured on"),
     Column("perplexity", "perplexity", ".3f"),
     Column("perplexity_ratio", "x original", ".4f", "perplexity, as a multiple of the original's at the same length"),
-    Column("divergence", "KL, nats a token", ".4f", "divergence from the original's predictions"),
+    Column("divergence", "KL, nats per token", ".4f", "divergence from the original's predictions"),
     Column("needle", "needle", ".1%", "share of the digits of a hidden number that are recalled"),
     Column("repetition", "repetition", ".1%", "share of a repeated random sequence that is predicted"),
 )
@@ -42,21 +44,24 @@ def conversion_sections(results: Results) -> list[Section]:
 
 def _quality(receipts: Sequence[Result]) -> Section:
     rows = [
-        {"folder": str(receipt.path.parent), "kept": _share(receipt, row["part"]), **row}
+        {"folder": str(receipt.path.parent), "kept": _share(receipt, row["part"]), "text": text, **row}
         for receipt in receipts
-        for row in by_length(receipt.content)
+        for text, found in measurements(receipt.content)
+        for row in found
     ]
     blocks: list[Block] = []
     if chart := _against_length(receipts[0]):
         blocks.append(chart)
-    if len(receipts) > 1 and (chart := _against_kept(rows)):
+    if len(receipts) > 1 and (chart := _against_kept([row for row in rows if row["text"] == HELD_OUT])):
         blocks.append(chart)
-    blocks.append(Table("quality-table", "Quality", filled(QUALITY, rows), rows))
+    columns = [
+        column for column in filled(QUALITY, rows) if column.key != "text" or len({row["text"] for row in rows}) > 1
+    ]
+    blocks.append(Table("quality-table", "Quality", columns, rows))
     if places := _places(receipts):
         blocks.append(Table("needle-table", "Needle recall by length and depth", _place_columns(places), places))
-    notes = [note for receipt in receipts for note in receipt.content.get("notes") or []]
-    if notes:
-        blocks.append(Text(list(dict.fromkeys(notes)), "note"))
+    if said := [note for receipt in receipts for note in receipt.content.get("notes") or []]:
+        blocks.append(notes(said))
     return Section("quality-section", "What it costs", blocks)
 
 
@@ -108,12 +113,12 @@ def _against_kept(rows: Sequence[Row]) -> Chart | None:
 
 
 def _places(receipts: Sequence[Result]) -> list[Row]:
-    """One row a place ("length@depth"), one column a model; of the first receipt that has them."""
+    """One row per place, one column per model; of the first receipt that has them."""
     for receipt in receipts:
         quality = receipt.content["quality"]
         if places := quality["original"].get("needle_by_place"):
             return [
-                {"place": place}
+                {"length": int(place.split("@")[0]), "depth": float(place.split("@")[1])}
                 | {name: values.get("needle_by_place", {}).get(place) for name, values in quality.items()}
                 for place in places
             ]
@@ -121,7 +126,8 @@ def _places(receipts: Sequence[Result]) -> list[Row]:
 
 
 def _place_columns(rows: list[Row]) -> list[Column]:
-    return [Column("place", "tokens@depth")] + [Column(name, name, ".0%") for name in rows[0] if name != "place"]
+    where = [Column("length", "tokens", ",.0f"), Column("depth", "depth", ".0%", "0% is the start of the text")]
+    return where + [Column(name, name, ".0%") for name in rows[0] if name not in ("length", "depth")]
 
 
 def _share(receipt: Result, part: str) -> float:

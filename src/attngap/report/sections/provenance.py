@@ -6,7 +6,7 @@ from attngap.report.page import Column, Section, Table, Text
 from attngap.report.results import Results
 
 COLUMNS = (
-    Column("file", "file"),
+    Column("file", "file", wide=True),
     Column("kind", "kind"),
     Column("command", "command", wide=True),
     Column("seed", "seed"),

@@ -9,7 +9,16 @@ from attngap.report.results import Result
 
 Row = dict[str, Any]
 FEATURELESS = ("without features", "sinks + window only")
+HELD_OUT = "held out of the calibration text"
 NEARLY = 0.98  # features that take off less than this share of the divergence add nothing to speak of
+
+
+def measurements(content: Row) -> list[tuple[str, list[Row]]]:
+    """What was read, and the rows by length: the conversion's own figures, then those that `attngap eval` added."""
+    later = [
+        (f"{entry['text']}, {entry['time'][:10]}", by_length(content | entry)) for entry in content.get("entries") or []
+    ]
+    return [(HELD_OUT, by_length(content)), *later]
 
 
 def by_length(content: Row) -> list[Row]:
@@ -44,15 +53,27 @@ def at_longest(content: Row, key: str) -> tuple[int, Row] | None:
 
 
 def limit(content: Row) -> str | None:
-    """From which length on replaced heads read no more than the first and the last tokens; None if none is known."""
+    """Up to which length the figures hold, and what replaced heads read beyond; None if nothing is known."""
     options = content["options"]
-    near = f"the first {options['sinks']} and the last {options['window']} tokens" if options.get("window") else ""
-    if not near:
+    if not options.get("window"):
         return None
-    if not content.get("by_length"):
-        return (
-            f"Beyond {options['context']:,} tokens replaced heads read {near} only." if options.get("context") else None
-        )
+    near = f"the first {options['sinks']} and the last {options['window']} tokens"
+    if options.get("context") and _cut_off(content):
+        return f"Beyond {options['context']:,} tokens replaced heads read {near} only."
+    if useless := _without_use(content):
+        return f"From {useless:,} tokens on replaced heads do no better than with {near} only."
+    measured = max((row["length"] for row in by_length(content)), default=0)
+    return f"Quality was measured up to {measured:,} tokens; nothing is claimed beyond." if measured else None
+
+
+def _cut_off(content: Row) -> bool:
+    """Do features end at the length they were fitted at? So they all did before conversions were for a length."""
+    said = any("replaced heads read sinks and window only" in note for note in content.get("notes") or [])
+    return said or "length" not in content["options"]
+
+
+def _without_use(content: Row) -> int | None:
+    """From which measured length on features add nothing to speak of."""
     rows = [row for row in by_length(content) if row.get("divergence") is not None]
     helped = {}
     for length in sorted({row["length"] for row in rows}):
@@ -60,19 +81,20 @@ def limit(content: Row) -> str | None:
         bare = next((here[name] for name in FEATURELESS if name in here), None)
         if bare is not None and "converted" in here:
             helped[length] = here["converted"] < NEARLY * bare
-    useless = [length for length in helped if not any(helps for other, helps in helped.items() if other >= length)]
-    if not useless:
-        return None
-    return f"From {useless[0]:,} tokens on replaced heads do no better than with {near} only."
+    return next(
+        (length for length in helped if not any(helps for other, helps in helped.items() if other >= length)), None
+    )
 
 
 def facts(receipt: Result) -> list[Fact]:
     """The numbers a person decides on, each with the length it was measured at."""
     content = receipt.content
-    found = [Fact(f"{content['kept']} of {content['heads']}", "heads keep softmax", f"{content['mechanism']} replaces")]
+    found = [Fact(f"{content['kept']} of {content['heads']}", "heads keep softmax", _others(content))]
     if shown := at_longest(content, "perplexity_ratio"):
         length, here = shown
-        found.append(Fact(f"{here['converted'] - 1:+.1%}", f"perplexity, held-out text of {length:,} tokens"))
+        bare = next((here[name] for name in FEATURELESS if name in here), None)
+        without = "" if bare is None else f"{bare - 1:+.1%} with sinks and window only"
+        found.append(Fact(f"{here['converted'] - 1:+.1%}", f"perplexity, held-out text of {length:,} tokens", without))
     for key, label in (("repetition", "of a repeated sequence predicted"), ("needle", "of a hidden number recalled")):
         if shown := at_longest(content, key):
             length, here = shown
@@ -86,6 +108,13 @@ def facts(receipt: Result) -> list[Fact]:
         speed = f"{gain['original']['decode']:.1f} → {gain['converted']['decode']:.1f} tokens/s"
         found.append(Fact(f"{faster:.2g}x", f"decoding speed at {gain['context']:,} tokens", speed))
     return found
+
+
+def _others(content: Row) -> str:
+    """What the replaced heads have."""
+    options = content["options"]
+    near = f" and a window of {options['window']:,} tokens" if options.get("window") else ""
+    return f"the others: {content['mechanism']} features{near}"
 
 
 def megabytes(entry: Row) -> str:

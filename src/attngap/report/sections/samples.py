@@ -2,7 +2,7 @@
 
 import itertools
 
-from attngap.report.page import Block, Section, Text
+from attngap.report.page import Block, Section, SideBySide, Text
 from attngap.report.results import Results
 
 
@@ -11,10 +11,10 @@ def sample_sections(results: Results) -> list[Section]:
     for result in results.of("samples"):
         texts: dict[str, str] = result.content["texts"]
         blocks.append(Text([f"{result.content['prompt']} >>>"], "pre"))
-        for name, text in texts.items():
-            blocks += [Text([f"{name[0].upper()}{name[1:]}:"]), Text([text], "pre")]
-        blocks.append(Text([parting(list(texts.values()))]))
+        titles = {f"{name[0].upper()}{name[1:]}": text for name, text in texts.items()}
+        blocks += [SideBySide(titles, common(list(texts.values()))), Text([parting(list(texts.values()))])]
     lead = "Both continue the same prompt and take the likeliest token every time; >>> is where the prompt ends."
+    lead += " What is marked differs."
     return [Section("samples", "In its own words", blocks, lead)] if blocks else []
 
 
@@ -26,6 +26,16 @@ def parting(texts: list[str]) -> str:
     """
     if len(set(texts)) == 1:
         return "Both wrote the same."
+    same = texts[0][: common(texts)].strip()
+    return f'They agree up to "{same}" and part there.' if same else "They part at the first word."
+
+
+def common(texts: list[str]) -> int:
+    """How many letters, in whole words, all of them begin with.
+
+    >>> common(["a cat", "a cow"])
+    1
+    """
     same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    common = "".join(letters[0] for letters in same).rpartition(" ")[0].strip()
-    return f'They agree up to "{common}" and part there.' if common else "They part at the first word."
+    start = "".join(letters[0] for letters in same)
+    return len(start) if len(set(texts)) == 1 else max(start.rfind(" "), 0)

@@ -26,6 +26,7 @@ def speed_section(receipts: Sequence[Result]) -> Section:
         for part, entries in (receipt.content.get("speed") or {}).items()
         for entry in entries
     ]
+    rows.sort(key=lambda row: row["context"])  # stable: at each context the original comes first
     shown = [row for row in rows if row["folder"] == rows[0]["folder"]]
     pairs = {
         name: [(row["context"], row["decode"]) for row in shown if row["part"] == name]
@@ -36,12 +37,12 @@ def speed_section(receipts: Sequence[Result]) -> Section:
         [{"context": row["context"], "part": row["part"], "value": row[key]} for row in shown]
         for key in ("decode", "cache_mb")
     )
-    blocks: list[Block] = [
+    charted: list[Block] = [
         Chart(
             "decode",
             "Decoding speed",
-            "Tokens a second against context for the original and the converted model",
-            charts.against_context(speed, "tokens a second", between).to_dict(),
+            "Tokens per second against context for the original and the converted model",
+            charts.against_context(speed, "tokens per second", between).to_dict(),
             _who_leads(pairs, between) + " One run on one machine; ratios carry over better than seconds do.",
         ),
         Chart(
@@ -51,8 +52,9 @@ def speed_section(receipts: Sequence[Result]) -> Section:
             charts.against_context(memory, "cache, MB").to_dict(),
             "The original's cache grows with every token; of the conversion's only what kept heads read does.",
         ),
-        Table("speed-table", "Speed and memory", filled(SPEED, rows), rows),
     ]
+    several = len({row["context"] for row in shown}) > 1  # two dots in a frame say less than the table below
+    blocks = [*(charted if several else []), Table("speed-table", "Speed and memory", filled(SPEED, rows), rows)]
     lead = "Original and converted in the same run, one after the other at each context."
     positions = receipts[0].content.get("positions")
     if positions and max(row["context"] for row in shown) > positions:
