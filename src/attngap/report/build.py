@@ -37,6 +37,6 @@ def _page(results: Results, title: str | None) -> str:
         title or ", ".join(names) or "attngap report",
         sections,
         answer=answer(results),
-        limit=(receipts and limit(receipts[0].content)) or "",
+        limit=(limit(receipts[0].content) or "") if receipts else "",
         facts=facts(receipts[0]) if receipts else (),
     )
