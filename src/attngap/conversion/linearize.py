@@ -19,14 +19,14 @@ from attngap.heads.replacement import build_replacement, resolve_replacement
 from attngap.models.mode import in_evaluation
 from attngap.models.plan import Plan, Replacement, architecture
 from attngap.models.positions import layer_positions
-from attngap.models.save import CARD, RECORD, Base, conversion_of, conversion_record, save, set_conversion, weights_hash
+from attngap.models.save import CARD, RECORD, Base, describe, mark, record, save, weights_hash
 from attngap.models.swap import LayerShape, check_replaceable, layer_shapes
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from attngap.storage.files import write_text
 from attngap.storage.folder import check_output, publish
 
 KIND = "converted model"
-SAVED = "saved"  # the piece that says that the model in the folder is this run's
+SAVING = "saving"  # the piece that says that the model in the folder is this run's
 
 
 @in_evaluation
@@ -89,20 +89,18 @@ def linearize(
         base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
         final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
-        set_conversion(
-            converted, conversion_record(converted, {i: o for i, (_, o) in built.items()}, final, base, options.lora)
-        )
+        mark(converted, describe(converted, {i: o for i, (_, o) in built.items()}, final, base, options.lora))
         receipt = run.receipt(kept)
         if folder is not None:
+            checkpoint.put(SAVING, {})  # first: a model in the folder is from here on this run's own
             _save(folder, converted, tokenizer, model if full else None, receipt)
-            checkpoint.put(SAVED, {})
         if measured:
             with run.stage("measuring", 1):
                 found = measure(model, converted, tokenizer, text, measures or Measures(), context=options.context)
             receipt = receipt.with_figures(found, seconds=run.seconds)
             if folder is not None:
                 receipt.save(folder)
-                write_text(folder / CARD, model_card(receipt, conversion_of(converted)))
+                write_text(folder / CARD, model_card(receipt, record(converted)))
     return converted, receipt
 
 
@@ -133,14 +131,15 @@ def _save(
     receipt: Receipt,
 ) -> None:
     with publish(folder, RECORD) as draft:
-        card = model_card(receipt, conversion_of(converted))
+        card = model_card(receipt, record(converted))
         save(converted, draft, tokenizer=tokenizer, original=original, card=card, place=folder)
         receipt.save(draft)
 
 
 def _check_unfinished(folder: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
     """Pieces of a killed run let it go on; a model there must be that run's own, or may be overwritten."""
-    if (folder / RECORD).exists() and not overwrite and not checkpoint.has(SAVED):
+    if (folder / RECORD).exists() and not overwrite and not checkpoint.has(SAVING):
+        checkpoint.clear_if_empty()
         raise AttngapError(f"'{folder}' already holds a {KIND}. Choose another folder, or pass --overwrite")
 
 

@@ -84,7 +84,6 @@ def _statistics(run: DiagnosisRun, layer: int) -> list[dict[str, Any]]:
 def _certificates(run: DiagnosisRun, layer: int, rank: int) -> list[dict[str, Any]]:
     first, stress = _piece(run, f"deep-0-{layer}"), _piece(run, f"deep-{STRESS}-{layer}")
     linear = _piece(run, f"rows-0-{layer}")["linear"]
-    read, stress_read = (_piece(run, f"damage-{name}")[f"weighted-{layer}"] for name in ("0", STRESS))
     place = run.options.ranks.index(rank)
     rows: list[dict[str, Any]] = []
     for head in range(run.shape.heads):
@@ -100,10 +99,6 @@ def _certificates(run: DiagnosisRun, layer: int, rank: int) -> list[dict[str, An
             "ceilings": first["ceiling"][head].tolist(),
             "stress_floors": stress["floor"][head].tolist(),
             "stress_ceilings": stress["ceiling"][head].tolist(),
-            "weighted_floor": float(read[head, place]),
-            "stress_weighted_floor": float(stress_read[head, place]),
-            "weighted_floors": read[head].tolist(),
-            "stress_weighted_floors": stress_read[head].tolist(),
             "far_weight": float(first["far"][head]),
             "spectrum": [float(f"{value:.4g}") for value in first["spectrum"][head].tolist()],
         }
@@ -121,7 +116,7 @@ def _errors(run: DiagnosisRun, layer: int) -> list[dict[str, Any]]:
             "fit": float(first["fit"][head]),
             "stress_fit": float(stress["fit"][head]),
             "monotonicity": _number(first["monotonicity"][head]),
-            "errors": {name: float(error[head]) for name, error in untrained.items()},
+            "errors": {name: float(untrained[name][head]) for name in sorted(untrained)},
         }
         if "fit" in first and not linear[head]
         else {}

@@ -72,12 +72,18 @@ class Checkpoint:
         self._whole.add(name)
 
     def clear(self) -> None:
-        """Remove the pieces, and the folder if nothing else is in it."""
-        ours = [*self.folder.glob(f"*{SUFFIX}"), *self.folder.glob(f".*{SUFFIX}.*.draft")]
+        """Remove the pieces, the last one last, and the folder if nothing else is in it."""
+        pieces = sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+        ours = [*self.folder.glob(f".*{SUFFIX}.*.draft"), *pieces]
         for path in (*ours, self.folder / LOCK, self.folder / MARKER):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: somebody else's files stay
             self.folder.rmdir()
+
+    def clear_if_empty(self) -> None:
+        """Remove what a run that was killed while it cleared its pieces has left."""
+        if not any(self.folder.glob(f"*{SUFFIX}")):
+            self.clear()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.{self.key}{SUFFIX}"
@@ -101,8 +107,8 @@ def open_checkpoint(folder: Path | None, key: Mapping[str, Any]) -> Iterator[Che
 
 
 def claimed(folder: Path) -> bool:
-    """Whether this is a folder of pieces that we made."""
-    return (folder / MARKER).is_file()
+    """Whether this is a folder of pieces that we made; an empty one is, too: a run was killed before it marked it."""
+    return (folder / MARKER).is_file() or (folder.name == PIECES and folder.is_dir() and not any(folder.iterdir()))
 
 
 def claim(folder: Path) -> None:

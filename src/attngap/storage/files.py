@@ -52,3 +52,23 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def drop_drafts(folder: Path) -> None:
+    """Remove drafts of processes that were killed while they wrote into the folder."""
+    for path in folder.glob(".*.draft"):
+        if not is_running(path.name.split(".")[-2]):
+            path.unlink(missing_ok=True)
+
+
+def is_running(process: str) -> bool:
+    """Whether a draft's process may still write it; a name that is no process is somebody else's."""
+    if not process.isdecimal() or os.name == "nt":  # there, asking for a process by signal would end it
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's process, or no possible one
+        return True
+    return True

@@ -10,7 +10,10 @@ from safetensors import SafetensorError
 
 from attngap.errors import AttngapError
 from attngap.storage.checkpoint import PIECES, claimed
-from attngap.storage.files import flush
+from attngap.storage.files import drop_drafts as drop_files
+from attngap.storage.files import flush, is_running
+
+DRAFT = ".new-"
 
 
 def check_output(folder: Path, record: str, what: str, *, overwrite: bool) -> None:
@@ -35,8 +38,9 @@ def publish(folder: Path, record: str) -> Iterator[Path]:
     The record of an older result goes first: a kill in between leaves a folder that says it is not whole, never one
     that is half of each.
     """
-    draft = folder / f".new-{os.getpid()}"
+    draft = folder / f"{DRAFT}{os.getpid()}"
     try:
+        drop_drafts(folder)
         draft.mkdir(parents=True)
         yield draft
         for path in draft.rglob("*"):
@@ -54,3 +58,11 @@ def publish(folder: Path, record: str) -> Iterator[Path]:
         raise AttngapError(f"Cannot write to '{folder}': {why}. Make room and run the same command again") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def drop_drafts(folder: Path) -> None:
+    """Remove what processes that were killed had begun to write in the folder."""
+    drop_files(folder)
+    for path in folder.glob(f"{DRAFT}*"):
+        if not is_running(path.name.removeprefix(DRAFT)):
+            shutil.rmtree(path, ignore_errors=True)
