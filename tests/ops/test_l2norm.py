@@ -25,6 +25,17 @@ def test_rows_and_gradients_are_those_of_normalize(dim, dtype, transposed):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_rows_of_half_precision_are_finite(dtype):
+    """float16 has no 1e-12: a row of zeros divided by its length was undefined, and one shorter than 6e-5 infinite."""
+    x = torch.tensor([[0.0, 0.0], [1e-7, 0.0], [3.0, 4.0]], dtype=dtype).view(1, 1, 3, 2).requires_grad_()
+    y = l2_rescale(x, 1.0)
+    torch.testing.assert_close(y.double(), F.normalize(x.double(), dim=-1), rtol=0.01, atol=0.01)
+    y[:, :, 2].sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
 def test_a_row_of_zeros_stays_one():
     x = torch.zeros(1, 1, 2, 4, requires_grad=True)
     out = l2_rescale(x, 1.0)

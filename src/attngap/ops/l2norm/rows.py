@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngap.ops import native
+from attngap.ops.check import accumulate_dtype
 from attngap.ops.l2norm import compiled
 from attngap.ops.native.tensors import plain_grads
 from attngap.ops.uncompiled import uncompiled
@@ -25,8 +26,10 @@ class _Rescale(torch.autograd.Function):
         if _fits(x):
             y, r = compiled.forward(x, length)
         else:
-            r = length / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
-            y = x * r
+            # In float32 where x is in half precision: float16 has no 1e-12, and rows below 6e-5 would be infinite.
+            rows = x.to(accumulate_dtype(x.dtype))
+            r = length / torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min(1e-12)
+            y = (rows * r).to(x.dtype)
         ctx.save_for_backward(y, r)
         ctx.length = length
         return y
@@ -38,8 +41,9 @@ class _Rescale(torch.autograd.Function):
         grads = plain_grads(*grads)
         if _fits(y, grads[0]):
             return compiled.backward(y, r, grads[0], ctx.length), None
-        along = (y * grads[0]).sum(-1, keepdim=True) * (-1 / ctx.length**2)
-        return torch.addcmul(grads[0], y, along).mul_(r), None
+        rows, grad = y.to(r.dtype), grads[0].to(r.dtype)
+        along = (rows * grad).sum(-1, keepdim=True) * (-1 / ctx.length**2)
+        return torch.addcmul(grad, rows, along).mul_(r).to(y.dtype), None
 
 
 def _fits(*tensors: Tensor) -> bool:
