@@ -91,6 +91,8 @@ def read(paths: Sequence[str | Path]) -> list[str]:
     texts = []
     for path in map(Path, paths):
         try:
+            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+                raise AttngapError(f"Cannot read the text file '{path}': it is not a file. Give UTF-8 text files")
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise AttngapError(f"Cannot read the text file '{path}': {error}. Give UTF-8 text files") from error

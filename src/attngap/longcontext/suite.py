@@ -1,5 +1,6 @@
 """Every task at every length for a model and its conversion, on the same tokens, and what is kept of the original."""
 
+import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,19 @@ from attngap.longcontext.scoring import answer, answer_blind, difference, wilson
 from attngap.longcontext.tasks import TASKS, Task, task
 from attngap.longcontext.writing import Example, Writer
 from attngap.progress import progress
+from attngap.storage.files import write_text
 
 SCHEMA = "attngap.suite/1"
 Answers = dict[str, list[float]]  # by model, and the first one's without the context under BLIND
 BLIND = "without context"
+
+
+class Row(BaseModel):
+    """A line of a record: one example."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    key: str
+    answers: Answers
 
 
 class Score(BaseModel):
@@ -69,7 +79,7 @@ def run_suite(
         _check_lengths(model, lengths)
     if examples < 1:
         raise AttngapError(f"The suite needs at least 1 example per task, got {examples}")
-    finished = _read(record, {"models": list(models), "seed": seed, "text": len(text)})
+    finished = _read(record, {"models": list(models), "seed": seed, "text": _digest(text)})
     scores = []
     with progress("long-context suite", len(chosen) * len(lengths) * examples, quiet=quiet) as advance:
         for length in lengths:
@@ -120,6 +130,10 @@ def _scores(name: str, length: int, models: list[str], answers: list[Answers]) -
     return rows
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
 def _mean(shares: list[list[float]]) -> float:
     flat = [share for example in shares for share in example]
     return sum(flat) / len(flat)
@@ -136,21 +150,38 @@ def _check_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> None:
 
 
 def _read(record: Path | None, key: dict[str, Any]) -> dict[str, Answers]:
-    """Finished examples of an earlier run with the same models, text and seed; a last line cut short is dropped."""
+    """Finished examples of an earlier run with the same models, text and seed; lines from a damaged one on are lost."""
     if record is None:
         return {}
     if not record.exists():
         _append(record, key)
         return {}
-    rows = []
-    for line in record.read_text(encoding="utf-8").splitlines():
+    if not record.is_file():  # opening a pipe would wait for ever
+        raise AttngapError(f"'{record}' is not a file. Choose another one")
+    found: dict[str, Answers] = {}
+    try:
+        first, *lines = record.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        if json.loads(first) != key:
+            raise ValueError
+    except OSError as error:
+        raise AttngapError(f"Cannot read '{record}': {error.strerror}. Choose another file") from error
+    except (ValueError, RecursionError):
+        raise AttngapError(
+            f"'{record}' holds a suite of other models, text or seed. Choose another file, or remove it"
+        ) from None
+    for line in lines:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = Row.model_validate_json(line)
+        except ValidationError:
+            _write(record, [key, *({"key": name, "answers": answers} for name, answers in found.items())])
             break
-    if not rows or rows[0] != key:
-        raise AttngapError(f"'{record}' holds a suite of other models, text or seed. Choose another file, or remove it")
-    return {row["key"]: row["answers"] for row in rows[1:]}
+        found[row.key] = row.answers
+    return found
+
+
+def _write(record: Path, rows: Sequence[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_text(record, text, hint="Make room and run the same command again")
 
 
 def _append(record: Path | None, row: dict[str, Any]) -> None:
@@ -164,6 +195,8 @@ def _append(record: Path | None, row: dict[str, Any]) -> None:
 
 
 def load_suite(path: Path) -> Suite:
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise AttngapError(f"Cannot read the suite '{path}': it is not a file")
     try:
         return Suite.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError) as error:

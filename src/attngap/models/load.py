@@ -77,6 +77,7 @@ def load_model(
     if not path.is_dir():
         _check_name(name)
         return _load_pretrained(name, name, options, chosen, allow_pickle)
+    _check_files(path)
     if (path / "attngap.json").exists():
         from attngap.models.save import load_converted_model  # imports this module for the base model
 
@@ -97,11 +98,21 @@ def load_tokenizer(model: str | os.PathLike[str], **options: Any) -> PreTrainedT
             from attngap.models.save import base_source, read_record
 
             return load_tokenizer(base_source(path, read_record(path)), **options)
+        if path.is_dir():
+            _check_files(path)
         return _tokenizer(str(path) if path.is_dir() else name, name, options)
 
 
 def _path(model: str | os.PathLike[str]) -> Path:
-    return _wheel(str(model)) if str(model) in ALIASES else Path(model).expanduser()
+    if str(model) in ALIASES:
+        return _wheel(str(model))
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long a name, an unknown user's home
+        why = getattr(error, "strerror", None) or error
+        raise AttngapError(f"No model at {str(model)[:80]!r}: {why}. A model is {FORMS}") from error
+    return path
 
 
 def _wheel(alias: str) -> Path:
@@ -122,6 +133,13 @@ def _check_name(name: str) -> None:
     """What looks like a path is never asked of the hub."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
         raise AttngapError(f"No model at {name!r}: there is no such file or folder. A model is {FORMS}")
+
+
+def _check_files(path: Path) -> None:
+    """Opening a pipe would wait for ever."""
+    for file in path.iterdir():
+        if not file.is_file() and not file.is_dir():
+            raise AttngapError(f"'{file}' is not a file. Put the model's own {file.name} there, or remove it")
 
 
 def _check_folder(path: Path, allow_pickle: bool) -> None:

@@ -53,7 +53,13 @@ class Layer(_Strict):
     keep: tuple[int, ...]
 
     def build(self) -> Mechanism:
-        return mechanism(self.mechanism, self.heads, self.dim, self.value_dim, **self.options)
+        try:
+            return mechanism(self.mechanism, self.heads, self.dim, self.value_dim, **self.options)
+        except (TypeError, ValueError, RuntimeError, MemoryError) as error:  # options may be of any type and size
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise AttngapError(
+                f"Layer {self.layer} cannot be replaced by {self.mechanism!r} as recorded: {why}"
+            ) from error
 
 
 class Conversion(_Strict):
@@ -79,12 +85,12 @@ class Conversion(_Strict):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def set_conversion(model: PreTrainedModel, conversion: Conversion) -> None:
-    """Let the model know how it was converted, for `conversion_of` and `save`."""
+def mark(model: PreTrainedModel, conversion: Conversion) -> None:
+    """Let the model know how it was converted, for `record` and `save`."""
     object.__setattr__(model, "conversion", conversion)
 
 
-def conversion_of(model: PreTrainedModel) -> Conversion:
+def record(model: PreTrainedModel) -> Conversion:
     """How this model was converted; an error for one that was not."""
     found = getattr(model, "conversion", None)
     if not isinstance(found, Conversion):
@@ -120,7 +126,7 @@ def save(
 
     >>> attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)  # doctest: +SKIP
     """
-    conversion = conversion_of(model)
+    conversion = record(model)
     folder = Path(directory)
     place = Path(directory if place is None else place)
     plain = undone(model)
@@ -188,6 +194,7 @@ def load_converted_model(
     """The converted model alone; `options` are those of `attngap.load`, for the base model."""
     conversion = read_record(folder)
     weights = _read_adapter(folder, conversion)
+    _check_size(folder, conversion, weights)
     converted = assemble(load_base_model(folder, conversion, base, **options), conversion)
     wanted = _adapter(converted)
     for name in sorted(set(wanted) | set(weights)):
@@ -201,6 +208,22 @@ def load_converted_model(
     if dtype is not None:
         converted.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     return converted.eval()
+
+
+def _check_size(folder: Path, conversion: Conversion, weights: dict[str, torch.Tensor]) -> None:
+    """Before memory is asked for: the adapter holds as many numbers as the record's replacements have."""
+    with torch.device("meta"):
+        wanted = sum(x.numel() for each in conversion.layers for x in each.build().state_dict().values())
+    found = sum(x.numel() for x in weights.values())
+    if conversion.lora and not any(".lora_A." in name and len(x) == conversion.lora for name, x in weights.items()):
+        raise AttngapError(
+            f"'{folder / WEIGHTS}' does not match its {RECORD}: it has no LoRA of rank {conversion.lora}"
+        )
+    if wanted > found:
+        raise AttngapError(
+            f"'{folder / WEIGHTS}' does not match its {RECORD}: {wanted} numbers are recorded, {found} are there. "
+            "Convert the model again"
+        )
 
 
 def _read_adapter(folder: Path, conversion: Conversion) -> dict[str, torch.Tensor]:
@@ -222,6 +245,8 @@ def base_source(folder: Path, conversion: Conversion, base: str | None = None) -
     name = conversion.base.name
     if base is not None:
         return base
+    if not name or "\0" in name:
+        raise AttngapError(f"'{folder}' names {name!r} as the model it was converted from. Give the base model")
     inside = name == BASE or name.startswith(("./", "../"))
     source = str((folder / name).resolve()) if inside else name
     if Path(source).expanduser().resolve() == folder.resolve():
@@ -258,7 +283,11 @@ def _validated(text: str, folder: Path) -> Conversion:
     """The record; one of the schema before, which had no hashes, gets those of the files as they are."""
     if f'"{BEFORE}"' not in text:
         return Conversion.model_validate_json(text)
-    content = {"lora": 0} | json.loads(text) | {"schema": SCHEMA}
+    try:
+        written = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AttngapError(f"'{folder / RECORD}' is not JSON: {error}. Convert the model again") from error
+    content = {"lora": 0} | (written if isinstance(written, dict) else {}) | {"schema": SCHEMA}
     return Conversion.model_validate_json(json.dumps(content)).sealed(_file_hash(folder / WEIGHTS))
 
 
@@ -287,11 +316,11 @@ def assemble(original: PreTrainedModel, conversion: Conversion) -> PreTrainedMod
     converted = swap(original, {each.layer: (each.build(), each.keep) for each in conversion.layers})
     if conversion.lora:
         add_lora(converted, conversion.lora)
-    set_conversion(converted, conversion)
+    mark(converted, conversion)
     return converted
 
 
-def conversion_record(
+def describe(
     converted: PreTrainedModel, options: dict[int, dict[str, Any]], plan: Plan, base: Base, lora: int
 ) -> Conversion:
     """The record of a model just converted; `options` are those its mechanisms were built with, by layer."""

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -37,12 +38,15 @@ def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress | None:
-    """Put a checkpoint into model and optimizer; None when there is none."""
+    """Put a checkpoint into model and optimizer; None when there is none, or only a damaged one, which is dropped."""
     if path is None or not path.exists():
         return None
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        saved = json.loads(file.metadata()["progress"])
+    try:
+        tensors, progress = _read(path)
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        warnings.warn(f"The checkpoint '{path}' is damaged ({error}); the run starts again", stacklevel=2)
+        path.unlink(missing_ok=True)
+        return None
     try:
         model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
     except RuntimeError as error:
@@ -54,4 +58,11 @@ def load(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) 
             index, _, entry = rest.partition(".")
             states.setdefault(int(index), {})[entry] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-    return Progress(**{**saved, "curve": [tuple(entry) for entry in saved["curve"]]})
+    return progress
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Progress]:
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        saved = json.loads(file.metadata()["progress"])
+    return tensors, Progress(**{**saved, "curve": [tuple(entry) for entry in saved["curve"]]})

@@ -17,7 +17,7 @@ def report_page(results: Results, title: str | None = None) -> str:
     """One page from everything that was read; a file that says it is ours and is not as we write it is one line."""
     try:
         return _page(results, title)
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         files = ", ".join(f"'{result.path}'" for result in results.results)
         raise AttngapError(
             f"A result is not as attngap writes it ({type(error).__name__}: {error}), one of {files}. "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,13 @@ def read_patterns(path: Path, heads: int, tokens: int) -> Patterns | None:
     Coarser by taking the largest weight again: the largest of the largest is still the largest weight of the cell.
     """
     file = path.with_name("patterns.npz")
-    if not file.exists():
+    if not file.is_file():
         return None
     try:
         check_size(file)
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             pictures = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise AttngapError(f"'{file}' is cut off or damaged: {error}. Run attngap diagnose again: it resumes") from None
     for name, stack in pictures.items():
         if stack.ndim != 3 or len(stack) != heads or stack.shape[1] != stack.shape[2]:
