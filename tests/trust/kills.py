@@ -1,0 +1,227 @@
+"""Runs that are killed, or whose disk is full, at every step on disk: the same command then gives the same result.
+
+A process that has everything loaded is forked for each run, so that one takes a second. In the child an audit hook
+counts what happens to the folder of results: a file opened for writing, renamed or removed, a folder made or removed.
+At a given count the child is killed as by `kill -9`, or no file may grow from there on, as on a full disk.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tests.conversion.small import TEXT
+from tests.trust.outcome import Outcome
+from tests.zoo import tiny, tokenizer
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
+PATIENCE = 120  # seconds for a run that takes one
+QUICK = ("--context", "64", "--tokens", "448", "--steps", "4", "--joint", "3", "--rounds", "1", "--no-measure")
+QUICK += ("--window", "8", "--sinks", "2", "--keep", "0.25", "--granularity", "head")
+VERBS = {
+    "diagnose": ("diagnose", "{model}", "--text", "{text}", "--context", "64", "--ranks", "8,16", "-o", "{out}"),
+    "linearize": ("linearize", "{model}", "--text", "{text}", *QUICK, "-o", "{out}"),
+    "linearize --overwrite": ("linearize", "{model}", "--text", "{text}", *QUICK, "--overwrite", "-o", "{out}"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Ended:
+    code: int  # negative: the signal that ended it
+    said: str
+    events: int
+
+
+class Bench:
+    """A folder with a tiny model, a text, and what each verb makes of them when nothing disturbs it."""
+
+    def __init__(self, folder: Path, verbs: Iterable[str] = tuple(VERBS)):
+        import attngap.cli.app  # noqa: F401  before forking
+
+        self.folder = folder
+        model, words = tiny(), tokenizer()
+        model.save_pretrained(folder / "model")
+        words.save_pretrained(folder / "model")
+        (folder / "text.txt").write_text(TEXT)
+        self.expected: dict[str, dict[str, Any]] = {}
+        self.events: dict[str, int] = {}
+        old = self.run("linearize", folder / "old", seed=1)
+        assert old.code == 0, old.said
+        for verb in verbs:
+            out = self.place(verb, "whole")
+            ended = self.run(verb, out)
+            assert ended.code == 0, ended.said
+            self.expected[verb], self.events[verb] = content(out), ended.events
+
+    def place(self, verb: str, name: str) -> Path:
+        """A folder to write into; what is to be overwritten is there already, made with another seed."""
+        out = self.folder / f"{verb.split()[0]}-{name}"
+        shutil.rmtree(out, ignore_errors=True)
+        if "--overwrite" in verb:
+            shutil.copytree(self.folder / "old", out)
+        return out
+
+    def run(self, verb: str, out: Path, at: Callable[[int], None] | None = None, after: float = 0, seed: int = 0):
+        """The verb in a child of its own; `at(n)` is called there before event n, and `after` seconds it is killed."""
+        words = [
+            word.format(model=self.folder / "model", text=self.folder / "text.txt", out=out) for word in VERBS[verb]
+        ]
+        return forked(lambda: command([*words, "--seed", str(seed)]), out, at, after)
+
+    def disturbed(self, verb: str, name: str, at: Callable[[int], None] | None = None, after: float = 0) -> str | None:
+        """Disturb a run, start it again, and compare: what is wrong, or None."""
+        out = self.place(verb, name)
+        first = self.run(verb, out, at, after)
+        if first.code not in (0, -signal.SIGKILL) and (first.code != 2 or "Traceback" in first.said):
+            return f"it ended with {first.code} and said {first.said!r}"
+        again = first
+        for _ in range(2):  # a folder that had been finished is refused as "already holds": that is an answer, too
+            if again.code == 0:
+                break
+            again = self.run(verb, out)
+        if again.code != 0 and "already holds" not in again.said:
+            return f"ended with {first.code} ({first.said!r}), then with {again.code}: {again.said!r}"
+        found = content(out)
+        if found != self.expected[verb]:
+            return f"another result: {difference(found, self.expected[verb])}"
+        shutil.rmtree(out)
+        return None
+
+
+def forked(work: Callable[[], None], watched: Path, at: Callable[[int], None] | None, after: float) -> Ended:
+    """Do the work in a fork; its last words on stderr and the number of events."""
+    heard, told = os.pipe()
+    counted, counter = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(heard)
+        os.close(counted)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(told, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        seen = watch(str(watched), at)
+        code = 1
+        try:
+            work()
+            code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        sys.stderr.flush()
+        os.write(counter, str(seen[0]).encode())
+        os._exit(code)
+    os.close(told)
+    os.close(counter)
+    ends = time.monotonic() + (after or PATIENCE)
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < ends:
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    said, events = (open(pipe, "rb").read().decode() for pipe in (heard, counted))  # noqa: SIM115
+    return Ended(os.waitstatus_to_exitcode(status), said, int(events or 0))
+
+
+def command(words: list[str]) -> None:
+    """What `attngap WORDS` does."""
+    from attngap.cli import main
+
+    sys.argv = ["attngap", *words]
+    main()
+
+
+def watch(folder: str, at: Callable[[int], None] | None) -> list[int]:
+    """Count what happens below the folder, from now on."""
+    seen, busy = [0], [False]
+
+    def hook(event: str, args: tuple) -> None:
+        if event not in EVENTS or busy[0] or not str(args[0]).startswith(folder):
+            return
+        if event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+            return
+        seen[0] += 1
+        if at is not None:
+            busy[0] = True
+            at(seen[0])
+            busy[0] = False
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def kill_at(event: int) -> Callable[[int], None]:
+    return lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == event else None
+
+
+def full_from(event: int, room: int) -> Callable[[int], None]:
+    """From this event on no file grows beyond `room` bytes: writes fail inside of every library."""
+
+    def limit(number: int) -> None:
+        if number == event:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    return limit
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Every file of a result by name, without what differs between equal runs: times, commands and folders."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".json":
+            found[name] = json.loads(path.read_text())
+            found[name]["order"] = json.dumps(found[name].get("heads"))
+            for key in ("provenance", "seconds", "notes"):  # a note says that the run was resumed
+                found[name].pop(key, None)
+        elif path.suffix == ".npz":
+            with np.load(path) as arrays:
+                found[name] = {key: arrays[key].tobytes() for key in arrays.files}
+        elif path.suffix == ".parquet":
+            found[name] = pd.read_parquet(path).to_json()
+        elif path.is_file():
+            lines = path.read_bytes().replace(str(folder).encode(), b"FOLDER").splitlines()
+            found[name] = [line for line in lines if not line.startswith(b"- this run resumed")]
+        else:
+            found[name] = None
+    return found
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    names = [name for name in sorted(found.keys() | expected.keys()) if found.get(name, 0) != expected.get(name, 0)]
+    return ", ".join(
+        f"{name} ({'missing' if name not in found else 'not expected' if name not in expected else 'differs'})"
+        for name in names
+    )
+
+
+def disturb(bench: Bench, verb: str, how: str, step: int) -> Outcome:
+    """Kill a run, or fill its disk, at one of its steps; or kill it at a random time."""
+    outcome, draw = Outcome(), random.Random(f"{verb} {how} {step}")
+    event = 1 + step % bench.events[verb]
+    name = f"{how.replace(' ', '-')}-{step}"
+    if how == "killed":
+        wrong = bench.disturbed(verb, name, kill_at(event))
+    elif how == "disk full":
+        wrong = bench.disturbed(verb, name, full_from(event, draw.choice((0, 1, 100, 4096))))
+    else:
+        wrong = bench.disturbed(verb, name, after=draw.uniform(0.01, 1.5))
+    outcome.count(f"{verb}, {how}")
+    if wrong:
+        outcome.faults.append(f"{verb}, {how}, step {event} of {bench.events[verb]}: {wrong}")
+    return outcome
