@@ -20,6 +20,7 @@ from attngap.ops.check import accumulate_dtype
 
 FASTEST = 1 / 400  # rate at which a feature fades: what a window holds is not its business
 FADED = 40.0  # largest exponent of what has faded: sums of e^40 and values times e^-40 are ordinary float32
+LARGEST_SCALE, LARGEST_SIZE = 15.0, 20.0  # exponents of a prototype's query scale and of its key features
 SLOW, FAST = 1e-5, 2e-3  # rates that features begin with
 LARGEST_WIDTH = 2**18  # features; a state wider than this is a mistake, not a plan
 
@@ -314,14 +315,14 @@ class Prototype(FeatureMap):
     def query_features(self, x, position):
         weight, bias, scale = (p.to(x.dtype) for p in (self.query_weight, self.query_bias, self.query_scale))
         mixed = (x @ weight + bias).softmax(-1)
-        scale = scale.clamp(-15, 15)
+        scale = scale.clamp(-LARGEST_SCALE, LARGEST_SCALE)
         if self.log_rate is None:
             return mixed * scale.exp()
         return mixed * (scale - self._faded(x, position).repeat_interleave(self.heads // self.kv_heads, 1)).exp()
 
     def key_features(self, x, position):
         # Sums over millions of keys, times a query scale of e^15, stay far inside float32.
-        size = (x @ self.key_weight.to(x.dtype) + self.key_bias.to(x.dtype)).clamp(max=20)
+        size = (x @ self.key_weight.to(x.dtype) + self.key_bias.to(x.dtype)).clamp(max=LARGEST_SIZE)
         return size.exp() if self.log_rate is None else (size + self._faded(x, position)).exp()
 
     def rates(self) -> Float[Tensor, "h_kv 1 r"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -64,6 +65,14 @@ class Rotary:
         """Whether a head of this size has the channels that such cos and sin turn."""
         width = angles[0].shape[-1]
         return 2 * width <= dim if self.angles == "once" else width <= dim and width % 2 == 0
+
+    def turned(self, angles: Angles, dim: int) -> dict[str, Any]:
+        """The channels that such cos and sin turn, as a compiled call knows them."""
+        width = angles[0].shape[-1]
+        pairs = width if self.angles == "once" else width // 2
+        first = 0 if self.place == "first" else dim - 2 * pairs
+        step = 2 if self.angles == "adjacent" else 1
+        return {"turned": pairs, "turned_first": first, "adjacent": self.pairs == "adjacent", "angle_step": step}
 
     def _planes(self, angles: Angles, x: Tensor) -> tuple[Float[Tensor, "b 1 t n"], Float[Tensor, "b 1 t n"]]:
         half = angles[0].shape[-1] // 2

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism, State
+from attngap.mechanisms.decoding import Decoder
 from attngap.mechanisms.rotary import Angles
 from attngap.models.compat import (
     Cache,
@@ -34,24 +35,47 @@ SPARE = 64  # tokens of room behind the keys and values held in full: they are m
 _HERE = threading.local()
 
 
+class _Beginning:
+    """Keys or values as an attribute of a layer: as many tokens of their room as are held."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: "MixedLayer", owner: type | None = None) -> Any:
+        room = layer.room.get(self.name)
+        return None if room is None else room[:, :, : layer.held]
+
+    def __set__(self, layer: "MixedLayer", x: Tensor | None) -> None:
+        layer.room.pop(self.name, None)
+        layer.held = 0 if x is None else x.shape[2]
+        if x is not None:
+            layer.room[self.name] = x
+
+
 class MixedLayer(CacheLayerMixin):
     """Bounded memory for replaced heads; `groups` are the key heads whose full cache some kept head still reads."""
 
     is_sliding = False
     supports_early_init = False
-    keys: Any  # (b, g, seen, d), None before the first update like the two below
-    values: Any
+    keys: Any = _Beginning()  # (b, g, held, d), None before the first update like the two below
+    values: Any = _Beginning()
     count: Any  # (b,) real tokens seen, padding left out
 
     def __init__(self, groups: Int[Tensor, " g"], layer: int = 0):
+        self.room: dict[str, Tensor] = {}  # what keys and values are the beginning of
+        self.held = 0  # tokens of it
         super().__init__()
         self.groups, self.layer = groups, layer
         self.state: State | None = None
-        self.room: dict[str, Tensor] = {}  # what keys and values are the beginning of
         self.count = None
         self.seen = 0  # tokens seen, padding included
         self.unread = False
         self.past: _Past | None = None
+        self.decoder: Decoder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has tensors of its own, which its decoder must be laid out for anew."""
+        return vars(self) | {"decoder": None}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -75,24 +99,29 @@ class MixedLayer(CacheLayerMixin):
 
     def append(self, k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"]) -> tuple[Tensor, Tensor]:
         """All keys and values of the groups that kept heads read, the new ones included."""
+        new = {"keys": k[:, self.groups], "values": v[:, self.groups]}
         if self.keys is None:
-            self.keys, self.values = k[:, self.groups, :0], v[:, self.groups, :0]
-        if len(self.groups):
-            self.keys = self._append("keys", self.keys, k[:, self.groups])
-            self.values = self._append("values", self.values, v[:, self.groups])
+            self.keys, self.values = (x[:, :, :0] for x in new.values())
+        if k.requires_grad or v.requires_grad or self.keys.requires_grad or self.values.requires_grad:
+            self.keys, self.values = (torch.cat((getattr(self, name), x), 2) for name, x in new.items())
+        elif len(self.groups):
+            keys, values, after = self.grow(k.shape[2])
+            keys[:, :, after - k.shape[2] : after], values[:, :, after - k.shape[2] : after] = new.values()
         return self.keys, self.values
 
-    def _append(self, name: str, held: Tensor, new: Tensor) -> Tensor:
-        if held.requires_grad or new.requires_grad:
-            return torch.cat((held, new), 2)
-        before, after = held.shape[2], held.shape[2] + new.shape[2]
-        room = self.room.get(name)
-        if room is None or room.data_ptr() != held.data_ptr() or room.shape[2] < after:
-            room = held.new_empty(*held.shape[:2], after + SPARE, held.shape[3])
-            room[:, :, :before] = held
-            self.room[name] = room
-        room[:, :, before:after] = new
-        return room[:, :, :after]
+    def grow(self, tokens: int = 1) -> tuple[Tensor, Tensor, int]:
+        """Room for all keys and values of these groups, and how many are held from now on: the last are to be written.
+
+        It grows by blocks, so that what is held is moved now and then and not at each token.
+        """
+        before, self.held = self.held, self.held + tokens
+        keys, values = self.room["keys"], self.room["values"]
+        if keys.shape[2] < self.held:
+            for name, x in self.room.items():
+                self.room[name] = x.new_empty(*x.shape[:2], self.held + SPARE, x.shape[3])
+                self.room[name][:, :, :before] = x[:, :, :before]
+            keys, values = self.room["keys"], self.room["values"]
+        return keys, values, self.held
 
     def compute(
         self,
@@ -146,7 +175,7 @@ class MixedLayer(CacheLayerMixin):
         left = self.past.tokens + tokens_to_remove
         self.seen += tokens_to_remove
         if tokens_to_remove and self.keys is not None:
-            self.keys, self.values = (x[:, :, : x.shape[2] + tokens_to_remove] for x in (self.keys, self.values))
+            self.held += tokens_to_remove
         if tokens_to_remove:
             self.state = self.past.state  # recording may have begun before the first token
             self.count = torch.zeros_like(self.count) if self.past.count is None else self.past.count
@@ -165,9 +194,8 @@ class MixedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.keys = self.values = self.state = self.count = None
-        self.room = {}
         self.is_initialized, self.unread, self.seen = False, False, 0
-        self.past = None
+        self.past = self.decoder = None
 
     def reorder_cache(self, beam_idx: Int[Tensor, " n"]) -> None:
         self._choose(beam_idx)
@@ -188,8 +216,7 @@ class MixedLayer(CacheLayerMixin):
 
     def bytes(self) -> int:
         """Bytes of keys and values with their spare room, counts and state."""
-        full = [self.room.get("keys", self.keys), self.room.get("values", self.values)]
-        held = [*full, self.count, *(self.state or {}).values()]
+        held = [*self.room.values(), self.count, *(self.state or {}).values()]
         return sum(x.numel() * x.element_size() for x in held if x is not None)
 
     def _choose(self, rows: Tensor) -> None:
@@ -201,10 +228,10 @@ class MixedLayer(CacheLayerMixin):
             self._change(lambda x: x.to(device, non_blocking=True))
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.decoder = None  # of the tensors as they were
         self.count = change(self.count)
         if self.keys is not None:
             self.keys, self.values = change(self.keys), change(self.values)
-        self.room = {}  # of the tensors as they were
         if self.state is not None:
             self.state = {name: change(x) for name, x in self.state.items()}
         if self.past is not None:
@@ -312,6 +339,12 @@ def pending(layer: int) -> MixedLayer | None:
     return found
 
 
+def waiting(layer: int) -> MixedLayer | None:
+    """The same without taking it; None also where another layer waits."""
+    found = getattr(_HERE, "layer", None)
+    return found if found is not None and found.layer == layer else None
+
+
 def forget_pending() -> None:
     """A new forward pass: an earlier one may have ended in an error between cache and attention."""
     _HERE.layer = None
@@ -354,11 +387,9 @@ def fill(cache: Cache, context: int, generator: torch.Generator) -> None:
             room = min(context, layer.sliding_window - 1)
             layer.cumulative_length += more
         if isinstance(layer, MixedLayer):
-            layer.room = {}
             layer.seen += more
             layer.count = layer.count + more
-        for name in ("keys", "values"):
-            held = getattr(layer, name)
+        for name, held in (("keys", layer.keys), ("values", layer.values)):
             if held is not None:
                 new = torch.randn(*held.shape[:2], room - held.shape[2], held.shape[3], generator=generator).to(held)
                 setattr(layer, name, torch.cat((held, new), 2))

@@ -125,7 +125,11 @@ def capture(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     hooks: list[Any] = []
     restore: list[tuple[nn.Module, str, PretrainedConfig]] = []
     try:
-        hooks += [model.register_forward_pre_hook(watch.restart), *_watch_cross(model, watch), *note_angles(model)]
+        hooks += [
+            model.register_forward_pre_hook(watch.restart),
+            *_watch_cross(model, watch),
+            *note_angles(model.modules()),
+        ]
         _redirect(modules, restore)
         yield
     finally:

@@ -17,10 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.decoding import decoder, possible
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.angles import angles_of, note_angles
-from attngap.models.cache import MixedLayer, forget_pending, install, pending
+from attngap.models.cache import MixedLayer, forget_pending, install, pending, waiting
 from attngap.models.capture import NAME as CAPTURED
 from attngap.models.capture import Call, allowed, attention_configs, capture
 from attngap.models.compat import (
@@ -123,6 +124,32 @@ class MixedHeads(nn.Module):
             out = out.index_copy(1, self.keep, torch.cat(exact, 1).to(out.dtype))
         return out
 
+    def token(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, rotary: Angles | None
+    ) -> Float[Tensor, "b 1 h dv"] | None:
+        """One new token of all heads by one compiled call; None where that is not to be had."""
+        mechanism, cache = self._modules["mechanism"], waiting(self.layer)
+        if cache is None or cache.past is not None or not isinstance(mechanism, Hybrid) or not possible():
+            return None
+        state = cache.state
+        if (
+            state is None
+            or q.dtype != state["S"].dtype
+            or (q.shape[3] ** -0.5 if scale is None else scale) != mechanism.scale
+        ):
+            return None
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
+            return None
+        found = cache.decoder
+        if found is None or not found.fits(mechanism, state, cache.count):
+            found = cache.decoder = decoder(mechanism, state, self.place, cache.count, rotary)
+        if found is None:
+            return None
+        out = found.token(q, k, v, rotary, mask, cache.grow() if self.readers else None)
+        forget_pending()
+        cache.unread = False
+        return out
+
     def _decodes(self, cache: MixedLayer, q: Tensor, scale: float | None) -> bool:
         """Whether one call serves all heads: one new token, of hybrid heads and kept ones, that is not taken back."""
         mechanism = self.mechanism
@@ -201,7 +228,10 @@ def attend(
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise AttngapError(f"{type(module).__name__} uses {name!r}, which replaced heads do not handle")
-    out = mixed(query, key, value, attention_mask, kwargs.get("scaling"), angles_of(module))
+    inputs = query, key, value, attention_mask, kwargs.get("scaling"), angles_of(module)
+    if query.shape[2] == 1 and not mixed._forward_hooks and (token := mixed.token(*inputs)) is not None:
+        return token, None
+    out = mixed(*inputs)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -349,7 +379,7 @@ def attach(model: PreTrainedModel) -> None:
     """Route the model's attention through `attend`, and every empty cache it is given through mixed layers."""
     for config in attention_configs(model):
         set_attention(config, NAME)
-    note_angles(model)
+    note_angles(part for part in model.modules() if CHILD in part._modules)
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and "past_key_values" in inspect.signature(part.forward).parameters:
             part.register_forward_pre_hook(GiveCache(part), with_kwargs=True)

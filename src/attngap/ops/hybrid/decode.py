@@ -8,9 +8,8 @@ from torch.nn import functional as F
 
 from attngap.errors import AttngapError
 from attngap.ops import native
+from attngap.ops.hybrid.call import Setting, TokenCall
 from attngap.ops.hybrid.state import State, check_hybrid_state, step
-from attngap.ops.native.scratch import lay_out
-from attngap.ops.native.tensors import as_rows, lane_count, row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +55,7 @@ def decode_step(
         q, k, v, fq, fk, gain = (x.clone() for x in (q, k, v, fq, fk, gain))  # read after the state is written
     rings = (state["k"], state["v"], state["fk"], state["z"])
     if native.usable(q, k, v, fq, fk, gain, kept.keys, kept.values, *rings, state=state["S"]):
-        out = _compiled(state, (q, k, v, fq, fk, gain), real, kept, **options)
-        state["count"] += 1 if real is None else real
-        return out
+        return _compiled(state, (q, k, v, fq, fk, gain), real, kept, options)
     return _torch(state, (q, k, v, fq, fk, gain), real, kept, options)
 
 
@@ -90,31 +87,17 @@ def _check(state: State, q, k, v, fq, fk, gain, window: int, sinks: int, real, k
     check_hybrid_state(state, k, v, fk, window, sinks)
 
 
-def _compiled(state: State, inputs, real, kept: KeptHeads, *, window, sinks, scale, relative) -> Tensor:
-    from attngap.ops.hybrid import kernels_decode as kernels
-
-    q, k, v, fq, _, gain = inputs
-    b, h, n = q.shape[0], q.shape[1], kept.keys.shape[2]
-    out = q.new_empty(b, h, 1, v.shape[3])
-    flags = torch.ones(b, dtype=torch.bool) if real is None else real.contiguous()
-    allowed = torch.ones((), dtype=torch.bool).expand(b, n) if kept.allowed is None else kept.allowed
-    gains, sums, seen, place = gain[..., None], state["z"][..., None], state["count"].contiguous(), kept.place
-    allowed = allowed[:, None, :, None]
-    widest, size = max(row_bytes(x) for x in (q, v, fq)), q.element_size()
-    longest = max(sinks + window, n)
-    fields = {"query": widest, "fq": widest, "row": widest, "result": widest, "weights": longest * size + native.VECTOR}
-    scratch = lay_out(kernels.Room, fields)
-    *tensors, to = as_rows(*inputs[:5], gains, out)
-    held = as_rows(state["k"], state["v"], state["fk"], state["S"], sums)
-    arguments = (
-        kernels.Token._make((*tensors, flags.data_ptr(), to)),
-        kernels.State._make((*held, seen.data_ptr())),
-        kernels.Kept._make((*as_rows(kept.keys, kept.values, allowed), place.data_ptr())),
-        kernels.Options(window, sinks, scale, relative),
-        scratch.room,
-    )
-    native.run(kernels.decode, arguments, q.dtype, lane_count(k), h * longest * q.shape[3], scratch)
-    return out
+def _compiled(state: State, inputs, real, kept: KeptHeads, options: dict) -> Tensor:
+    q, k, v, fq, fk, gain = inputs
+    call = TokenCall(state, Setting(**options), kept.place)
+    for name, x in (("fq", fq), ("fk", fk), ("gain", gain[..., None])):
+        call.put(name, x)
+    call.put_cache(kept.keys, kept.values, kept.keys.shape[2])
+    if real is not None:
+        call.put("real", real[:, None, None, None])
+    if kept.allowed is not None:
+        call.put("allowed", kept.allowed[:, None, :, None])
+    return call.token(q, k, v).transpose(1, 2)
 
 
 def _torch(state: State, inputs, real: Tensor | None, kept: KeptHeads, options: dict) -> Tensor:

@@ -1,25 +1,54 @@
 """One token of all heads of a layer, compiled; the state is updated in place.
 
-A lane is a key head of a sequence. The token in the slot of the new one leaves the window and joins S and z; then every
-query head reads sinks and window in the order of their slots, which does not matter, and the sums. Heads that are kept
-exact read their whole cache instead. See `state` for the slots.
+A lane is a key head of a sequence. The token in the slot of the new one leaves the window and joins S and z; then the
+query heads that share the key head read sinks and window together, in the order of their slots, which does not matter,
+and the sums. Heads that are kept exact read their whole cache instead. See `state` for the slots.
+
+Keys are read once for all heads that share them: a row meets every query while it is near. Values are a product of
+matrices. Both go by blocks, with a running maximum, so that scratch memory does not grow with the cache.
 """
 
 import math
-from typing import NamedTuple
-
-import numpy as np
 
 from attngap.ops.hybrid.kernels import combine
+from attngap.ops.hybrid.kernels_call import (
+    AT,
+    BLOCK,
+    FLAG,
+    HEADS,
+    IN,
+    INFINITE,
+    OVERLAPS,
+    ROOM,
+    ROOM_AT,
+    WORD,
+    WORDS_AT,
+    field,
+    tensor,
+    there,
+    value,
+    width,
+    word,
+)
+from attngap.ops.hybrid.kernels_features import (
+    computed,
+    key_features,
+    load_angles,
+    query_features,
+    query_gain,
+    turn_back,
+)
 from attngap.ops.hybrid.kernels_rows import add, clear, dot, load_row, scale_row, set_row
-from attngap.ops.native.memory import clear_fields, padded, row, safe
-from attngap.ops.native.tensors import Rows
+from attngap.ops.native.memory import padded, row, safe
+from attngap.ops.native.products import multiply_matrices
 from attngap.ops.native.vectors import (
     BYTES,
     called_kernel,
     exp,
     get,
     kernel,
+    larger,
+    largest,
     load,
     number,
     plus,
@@ -30,190 +59,308 @@ from attngap.ops.native.vectors import (
     total,
 )
 
-WORD, FLAG = np.int64(0), np.uint8(0)
 
-
-class Token(NamedTuple):
-    """One token, (b, heads, 1, width)."""
-
-    q: Rows
-    k: Rows
-    v: Rows
-    fq: Rows
-    fk: Rows
-    gain: Rows
-    real: int  # address of (b,) bytes: is it no padding
-    out: Rows
-
-
-class State(NamedTuple):
-    k: Rows
-    v: Rows
-    fk: Rows
-    S: Rows
-    z: Rows
-    count: int  # address of (b,) int64: tokens before this one
-
-
-class Kept(NamedTuple):
-    """Heads that read all keys: their cache, this token included."""
-
-    keys: Rows  # (b, groups, n, d)
-    values: Rows
-    allowed: Rows  # (b, 1, n, 1) bytes: which tokens may be read
-    place: int  # address of (h,) int64: where in the cache a head's keys are, -1 for heads that are not kept
-
-
-class Options(NamedTuple):
-    window: int
-    sinks: int
-    scale: float
-    relative: bool
-
-
-class Room(NamedTuple):
-    query: int
-    fq: int
-    row: int
-    result: int
-    weights: int
-    end: int
-    guard: int
+@kernel
+def whole(x, zero):
+    """Are its rows whole vectors without gaps."""
+    return x.by_column == size_of(zero) and x.width * size_of(zero) == padded(x.width, size_of(zero))
 
 
 @kernel
 def find(buffer, x, b, head, i, zero):
     """The address of a row of whole vectors: where it is, or of a copy."""
-    if x.by_column == size_of(zero) and x.width * size_of(zero) == padded(x.width, size_of(zero)):
+    if whole(x, zero):
         return row(x, b, head, i)
     load_row(buffer, x, b, head, i, zero)
     return buffer
 
 
 @called_kernel
-def push(x, state, o, room, scratch, b, kv, count, zero):
+def push(table, scratch, b, kv, count, zero):
     """The new token takes its slot; the one that had it joins the sums."""
-    full, size = o.sinks + o.window, size_of(zero)
-    slot = count if count < full else o.sinks + (count - o.sinks) % o.window
-    buffer = scratch + room.result
+    window, sinks, size = word(table, IN.window), word(table, IN.sinks), size_of(zero)
+    K, V, F = tensor(table, AT.state_k), tensor(table, AT.state_v), tensor(table, AT.state_fk)
+    full = sinks + window
+    slot = count if count < full else sinks + (count - sinks) % window
+    buffer = field(table, scratch, ROOM.result)
     if count >= full:
-        value = find(scratch + room.row, state.v, b, kv, slot, zero)
-        vp = padded(state.v.width, size)
-        for c in range(state.S.length):
-            feature = get(row(state.fk, b, kv, slot - o.sinks) + c * state.fk.by_column, zero)
+        S, z = tensor(table, AT.S), tensor(table, AT.z)
+        left = find(field(table, scratch, ROOM.row), V, b, kv, slot, zero)
+        vp = padded(V.width, size)
+        for c in range(S.length):
+            feature = get(row(F, b, kv, slot - sinks) + c * F.by_column, zero)
             if feature != zero:
-                sums = find(buffer, state.S, b, kv, c, zero)
-                add(sums, feature, value, vp, zero)
+                sums = find(buffer, S, b, kv, c, zero)
+                add(sums, feature, left, vp, zero)
                 if sums == buffer:
-                    set_row(state.S, b, kv, c, buffer, number(1, zero), zero)
-            place = row(state.z, b, kv, c)
+                    set_row(S, b, kv, c, buffer, number(1, zero), zero)
+            place = row(z, b, kv, c)
             put(place, get(place, zero) + feature)
-    load_row(buffer, x.k, b, kv, 0, zero)
-    set_row(state.k, b, kv, slot, buffer, number(1, zero), zero)
-    load_row(buffer, x.v, b, kv, 0, zero)
-    set_row(state.v, b, kv, slot, buffer, number(1, zero), zero)
-    if slot >= o.sinks:
-        load_row(scratch + room.fq, x.fk, b, kv, 0, zero)
-        set_row(state.fk, b, kv, slot - o.sinks, scratch + room.fq, number(1, zero), zero)
+    load_row(buffer, tensor(table, AT.k), b, kv, 0, zero)
+    set_row(K, b, kv, slot, buffer, number(1, zero), zero)
+    load_row(buffer, tensor(table, AT.v), b, kv, 0, zero)
+    set_row(V, b, kv, slot, buffer, number(1, zero), zero)
+    if slot >= sinks:
+        set_row(F, b, kv, slot - sinks, field(table, scratch, ROOM.fk), number(1, zero), zero)
 
 
 @called_kernel
-def near_logits(query, keys, b, head, count, weights, buffer, zero):
-    """Into `weights`, -inf up to whole vectors after them; the largest."""
-    size, kp = size_of(zero), padded(keys.width, size_of(zero))
-    top = number(-math.inf, zero)
+def append(table, scratch, b, kv, place, zero):
+    """The new token at the end of the cache."""
+    buffer, keys, values = field(table, scratch, ROOM.result), tensor(table, AT.keys), tensor(table, AT.values)
+    load_row(buffer, tensor(table, AT.k), b, kv, 0, zero)
+    set_row(keys, b, place, keys.length - 1, buffer, number(1, zero), zero)
+    load_row(buffer, tensor(table, AT.v), b, kv, 0, zero)
+    set_row(values, b, place, values.length - 1, buffer, number(1, zero), zero)
+
+
+@called_kernel
+def logits(table, scratch, keys, b, place, start, count, heads, zero):
+    """Of `count` keys from `start` on, into the rows of `weights`; -inf up to whole vectors after them."""
+    size, kp, wp = size_of(zero), padded(keys.width, size_of(zero)), BLOCK * size_of(zero)
+    query, weights = field(table, scratch, ROOM.query), field(table, scratch, ROOM.weights)
     for i in range(count):
-        logit = dot(query, find(buffer, keys, b, head, i, zero), kp, zero)
-        put(weights + i * size, logit)
-        top = max(top, logit)
+        key = find(field(table, scratch, ROOM.row), keys, b, place, start + i, zero)
+        for h in range(heads):
+            put(weights + h * wp + i * size, dot(query + h * kp, key, kp, zero))
     for i in range(count, -(-count * size // BYTES) * BYTES // size):
-        put(weights + i * size, number(-math.inf, zero))
-    return top
+        for h in range(heads):
+            put(weights + h * wp + i * size, number(-math.inf, zero))
 
 
 @called_kernel
-def weigh(weights, count, unit, zero):
-    """exp(logit - unit) in place, and the sum."""
-    sums, shift = splat(zero), splat(-unit)
-    for c in range(0, count * size_of(zero), BYTES):
-        found = exp(plus(load(weights + c, zero), shift))
-        store(weights + c, found)
-        sums = plus(sums, found)
-    return total(sums)
-
-
-@called_kernel
-def mix(result, weights, values, b, head, count, buffer, zero):
-    """result <- result + sum of weighted values."""
-    size, vp = size_of(zero), padded(values.width, size_of(zero))
+def hide(table, scratch, b, start, count, heads, zero):
+    """-inf for keys that may not be read."""
+    allowed, size = tensor(table, AT.allowed), size_of(zero)
     for i in range(count):
-        weight = get(weights + i * size, zero)
-        if weight != zero:
-            add(result, weight, find(buffer, values, b, head, i, zero), vp, zero)
+        if get(row(allowed, b, 0, start + i), FLAG) == 0:
+            for h in range(heads):
+                put(field(table, scratch, ROOM.weights) + (h * BLOCK + i) * size, number(-math.inf, zero))
 
 
 @called_kernel
-def read_state(x, state, o, room, scratch, b, kv, head, count, zero):
-    """The output of one head from sinks, window and sums; `count` includes the new token."""
+def weigh(table, scratch, count, h, vp, zero):
+    """exp(logit - largest so far) in place; what was read before is measured anew."""
     size = size_of(zero)
-    fp, vp = padded(x.fq.width, size), padded(x.v.width, size)
-    query, fq, buffer = scratch + room.query, scratch + room.fq, scratch + room.row
-    result, weights = scratch + room.result, scratch + room.weights
-    near = min(count, o.sinks + o.window)
-    top = near_logits(query, state.k, b, kv, near, weights, buffer, zero)
-    load_row(fq, x.fq, b, head, 0, zero)
-    mass = zero
-    for c in range(state.z.length):
-        mass += get(fq + c * size, zero) * get(row(state.z, b, kv, c), zero)
-    gain = get(row(x.gain, b, head, 0), zero)
-    unit, lift = combine(top, gain + top if o.relative else gain, mass, zero)
-    norm = weigh(weights, near, unit, zero) + mass * lift
-    clear(result, vp, zero)
-    mix(result, weights, state.v, b, kv, near, buffer, zero)
-    scale_row(fq, lift, fq, fp, zero)
-    if lift != zero:
-        mix(result, fq, state.S, b, kv, state.S.length, buffer, zero)
-    set_row(x.out, b, head, 0, result, number(1, zero) / safe(norm, zero), zero)
+    weights = field(table, scratch, ROOM.weights) + h * BLOCK * size
+    top, norm = field(table, scratch, ROOM.top) + h * size, field(table, scratch, ROOM.norm) + h * size
+    result = field(table, scratch, ROOM.result) + h * vp
+    best = splat(get(top, zero))
+    for c in range(0, count * size, BYTES):
+        best = larger(load(weights + c, zero), best)
+    found = largest(best)
+    if found > get(top, zero):
+        factor = number(math.exp(get(top, zero) - found), zero)
+        scale_row(result, factor, result, vp, zero)
+        put(norm, get(norm, zero) * factor)
+        put(top, found)
+    shift, sums = splat(-get(top, zero) if get(top, zero) > number(-math.inf, zero) else zero), splat(zero)
+    for c in range(0, count * size, BYTES):
+        x = exp(plus(load(weights + c, zero), shift))
+        store(weights + c, x)
+        sums = plus(sums, x)
+    put(norm, get(norm, zero) + total(sums))
 
 
 @called_kernel
-def read_cache(x, kept, room, scratch, b, head, place, zero):
-    """The output of one head from all keys that it may read."""
-    size, n = size_of(zero), kept.keys.length
-    query, buffer, weights = scratch + room.query, scratch + room.row, scratch + room.weights
-    near_logits(query, kept.keys, b, place, n, weights, buffer, zero)
-    top = number(-math.inf, zero)
-    for i in range(n):
-        if get(row(kept.allowed, b, 0, i), FLAG) == 0:
-            put(weights + i * size, number(-math.inf, zero))
-        top = max(top, get(weights + i * size, zero))
-    norm = weigh(weights, n, top, zero)
-    clear(scratch + room.result, padded(x.v.width, size), zero)
-    mix(scratch + room.result, weights, kept.values, b, place, n, buffer, zero)
-    set_row(x.out, b, head, 0, scratch + room.result, number(1, zero) / norm, zero)
+def add_weighted(table, scratch, weights, by_weights, x, b, head, start, count, zero):
+    """`result` of every head <- itself + its weights times `count` rows of a tensor, at most BLOCK."""
+    size = size_of(zero)
+    result, vp = field(table, scratch, ROOM.result), padded(x.width, size)
+    at, by = row(x, b, head, start), x.by_row
+    if not whole(x, zero):
+        at, by = field(table, scratch, ROOM.values), vp
+        for i in range(count):
+            load_row(at + i * by, x, b, head, start + i, zero)
+    multiply_matrices(result, vp, HEADS, vp, weights, by_weights, size, at, by, count, True, zero)
+
+
+@called_kernel
+def read_rows(table, scratch, keys, values, b, place, count, masked, heads, zero):
+    """Softmax of the queries over rows of keys: `result`, with `top` and `norm` of every head."""
+    size, vp = size_of(zero), padded(values.width, size_of(zero))
+    clear(field(table, scratch, ROOM.result), HEADS * vp, zero)
+    clear(field(table, scratch, ROOM.norm), BYTES, zero)
+    for h in range(heads):
+        put(field(table, scratch, ROOM.top) + h * size, number(-math.inf, zero))
+    for start in range(0, count, BLOCK):
+        some = min(BLOCK, count - start)
+        logits(table, scratch, keys, b, place, start, some, heads, zero)
+        if masked:
+            hide(table, scratch, b, start, some, heads, zero)
+        for h in range(heads):
+            weigh(table, scratch, some, h, vp, zero)
+        weights = field(table, scratch, ROOM.weights)
+        add_weighted(table, scratch, weights, BLOCK * size, values, b, place, start, some, zero)
+
+
+@called_kernel
+def far_part(table, scratch, b, kv, head, h, zero):
+    """Features of a head into row h of `fq`, times what they weigh beside what it has read near."""
+    size, z = size_of(zero), tensor(table, AT.z)
+    fp, vp = padded(z.length, size), padded(width(table, AT.v), size)
+    fq, mass = field(table, scratch, ROOM.fq) + h * fp, zero
+    if computed(table):
+        turn_back(table, scratch, tensor(table, AT.q), b, head, zero)
+        query_features(table, scratch, head, fq, zero)
+    else:
+        load_row(fq, tensor(table, AT.fq), b, head, 0, zero)
+    for c in range(z.length):
+        mass += get(fq + c * size, zero) * get(row(z, b, kv, c), zero)
+    gain = query_gain(table, scratch, b, head, zero)
+    top, norm = field(table, scratch, ROOM.top) + h * size, field(table, scratch, ROOM.norm) + h * size
+    unit, lift = combine(get(top, zero), gain + get(top, zero) if word(table, IN.relative) else gain, mass, zero)
+    near = number(math.exp(get(top, zero) - unit), zero)
+    result = field(table, scratch, ROOM.result) + h * vp
+    scale_row(result, near, result, vp, zero)
+    scale_row(fq, lift, fq, fp, zero)
+    put(norm, get(norm, zero) * near + mass * lift)
+
+
+@called_kernel
+def read_sums(table, scratch, b, kv, zero):
+    """What the features of the heads read of S joins `result`."""
+    S, size = tensor(table, AT.S), size_of(zero)
+    for start in range(0, S.length, BLOCK):
+        weights = field(table, scratch, ROOM.fq) + start * size
+        some = min(BLOCK, S.length - start)
+        add_weighted(table, scratch, weights, padded(S.length, size), S, b, kv, start, some, zero)
+
+
+@called_kernel
+def write_out(table, scratch, b, head, h, zero):
+    out, size = tensor(table, AT.out), size_of(zero)
+    vp = padded(out.width, size)
+    norm, result = get(field(table, scratch, ROOM.norm) + h * size, zero), field(table, scratch, ROOM.result) + h * vp
+    set_row(out, b, head, 0, result, number(1, zero) / safe(norm, zero), zero)
+    sums = splat(zero)
+    for c in range(0, vp, BYTES):
+        sums = plus(sums, load(result + c, zero))
+    if not math.isfinite(total(sums) + norm):
+        put(table + 8 * (WORDS_AT + IN.status), WORD + INFINITE)
+
+
+@called_kernel
+def load_queries(table, scratch, b, first, heads, zero):
+    q, scale = tensor(table, AT.q), value(table, IN.scale, zero)
+    kp = padded(q.width, size_of(zero))
+    for h in range(heads):
+        query = field(table, scratch, ROOM.query) + h * kp
+        load_row(query, q, b, first + h, 0, zero)
+        scale_row(query, scale, query, kp, zero)
+
+
+@called_kernel
+def read_heads(table, scratch, b, kv, first, heads, count, zero):
+    """The outputs of up to HEADS heads that share a key head; `count` tokens are in the state, this one included."""
+    place, kept = WORD - 1, 0
+    for head in range(first, first + heads):
+        if get(word(table, IN.place) + 8 * head, WORD) >= 0:
+            place, kept = get(word(table, IN.place) + 8 * head, WORD), kept + 1
+    load_queries(table, scratch, b, first, heads, zero)
+    if kept < heads:
+        full = word(table, IN.sinks) + word(table, IN.window)
+        near = min(count, full)
+        read_rows(table, scratch, tensor(table, AT.state_k), tensor(table, AT.state_v), b, kv, near, False, heads, zero)
+        if there(table, AT.fq) or (computed(table) and count > full):  # else nothing is far
+            for h in range(heads):
+                far_part(table, scratch, b, kv, first + h, h, zero)
+            read_sums(table, scratch, b, kv, zero)
+        for h in range(heads):
+            if get(word(table, IN.place) + 8 * (first + h), WORD) < 0:
+                write_out(table, scratch, b, first + h, h, zero)
+    if kept > 0:
+        keys, values = tensor(table, AT.keys), tensor(table, AT.values)
+        masked = there(table, AT.allowed)
+        read_rows(table, scratch, keys, values, b, place, keys.length, masked, heads, zero)
+        for h in range(heads):
+            if get(word(table, IN.place) + 8 * (first + h), WORD) >= 0:
+                write_out(table, scratch, b, first + h, h, zero)
+
+
+@called_kernel
+def padding_rows(table, scratch, b, first, heads, zero):
+    """Zeros, where the token is padding."""
+    out = tensor(table, AT.out)
+    clear(field(table, scratch, ROOM.result), padded(out.width, size_of(zero)), zero)
+    for head in range(first, first + heads):
+        set_row(out, b, head, 0, field(table, scratch, ROOM.result), zero, zero)
+
+
+@called_kernel
+def new_features(table, scratch, b, kv, zero):
+    """Of the key of the new token, into `fk`."""
+    if computed(table):
+        load_angles(table, scratch, b, zero)
+        key_features(table, scratch, b, kv, zero)
+    elif there(table, AT.fk):
+        load_row(field(table, scratch, ROOM.fk), tensor(table, AT.fk), b, kv, 0, zero)
+
+
+@called_kernel
+def clear_room(table, scratch, zero):
+    """What may be read before it is written: rows of heads that are not there."""
+    for place in (ROOM.fq, ROOM.weights, ROOM.fk, ROOM.query, ROOM.row, ROOM.values):
+        size = get(table + 8 * (ROOM_AT + place + 1), WORD) - get(table + 8 * (ROOM_AT + place), WORD)
+        clear(field(table, scratch, place), size - get(table + 8 * (ROOM_AT + ROOM.guard), WORD), zero)
 
 
 @kernel
-def decode(x, state, kept, o, room, zero, scratch, first_lane, last_lane):
-    """Lanes first <= b * h_kv < last."""
-    group = x.q.heads // x.k.heads
-    kp = padded(x.q.width, size_of(zero))
+def ends(x, zero):
+    """The first address after a tensor whose strides are not negative."""
+    last = (x.batch - 1) * x.by_batch + (x.heads - 1) * x.by_head + (x.length - 1) * x.by_row
+    return x.address + last + (x.width - 1) * x.by_column + size_of(zero)
+
+
+@called_kernel
+def overlaps(table, zero):
+    """Does what is read of the token share memory with what is written."""
+    for i in range(AT.q, AT.out):
+        x = tensor(table, i)
+        for j in range(AT.state_k, AT.z + 1):
+            y = tensor(table, j)
+            if x.address < ends(y, zero) and y.address < ends(x, zero):
+                return True
+    return False
+
+
+@kernel
+def move_on(table, b):
+    at = word(table, IN.count)
+    put(at + 8 * b, get(at + 8 * b, WORD) + 1)
+    if word(table, IN.position) != at:
+        at = word(table, IN.position)
+        put(at + 8 * b, get(at + 8 * b, WORD) + 1)
+
+
+@kernel
+def decode(table, zero, scratch, first_lane, last_lane):
+    """Lanes first <= b * h_kv < last of the call that the table describes."""
+    k, q = tensor(table, AT.k), tensor(table, AT.q)
+    group = q.heads // k.heads
+    if first_lane < last_lane:
+        if overlaps(table, zero):
+            put(table + 8 * (WORDS_AT + IN.status), WORD + OVERLAPS)
+            return
+        clear_room(table, scratch, zero)
     for lane in range(first_lane, last_lane):
-        b, kv = lane // x.k.heads, lane % x.k.heads
-        clear_fields(scratch, room, zero)
-        real = get(x.real + b, FLAG) != 0
-        count = get(state.count + 8 * b, WORD)
+        b, kv = lane // k.heads, lane % k.heads
+        real = not there(table, AT.real) or get(row(tensor(table, AT.real), b, 0, 0), FLAG) != 0
+        count = get(word(table, IN.count) + 8 * b, WORD)
+        if word(table, IN.appends):
+            for head in range(kv * group, (kv + 1) * group):
+                place = get(word(table, IN.place) + 8 * head, WORD)
+                if place >= 0:
+                    append(table, scratch, b, kv, place, zero)
+                    break
         if real:
-            push(x, state, o, room, scratch, b, kv, count, zero)
-        for head in range(kv * group, (kv + 1) * group):
-            place = get(kept.place + 8 * head, WORD)
-            if not real:
-                clear(scratch + room.result, padded(x.v.width, size_of(zero)), zero)
-                set_row(x.out, b, head, 0, scratch + room.result, zero, zero)
-                continue
-            load_row(scratch + room.query, x.q, b, head, 0, zero)
-            scale_row(scratch + room.query, number(o.scale, zero), scratch + room.query, kp, zero)
-            if place < 0:
-                read_state(x, state, o, room, scratch, b, kv, head, count + 1, zero)
+            new_features(table, scratch, b, kv, zero)
+            push(table, scratch, b, kv, count, zero)
+        for first in range(kv * group, (kv + 1) * group, HEADS):
+            heads = min(HEADS, (kv + 1) * group - first)
+            if real:
+                read_heads(table, scratch, b, kv, first, heads, count + 1, zero)
             else:
-                read_cache(x, kept, room, scratch, b, head, place, zero)
+                padding_rows(table, scratch, b, first, heads, zero)
+        if real and word(table, IN.moves) and kv == k.heads - 1:
+            move_on(table, b)

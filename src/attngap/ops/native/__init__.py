@@ -31,14 +31,21 @@ SHARES = 8  # of the lanes, for each thread
 ALONE = 2**27  # updates of a state's elements, some 7 ms: below, waking a thread may take longer than it helps
 
 _ready: set[tuple[Callable, torch.dtype]] = set()  # what was compiled, or found on disk
+_kept = threading.local()  # scratch memory of calls that take microseconds
+_ZEROS = {torch.float32: np.float32(0), torch.float64: np.float64(0)}
 _on = contextvars.ContextVar("native", default=True)
 
 
 def usable(*tensors: Tensor | None, state: Tensor) -> bool:
     """On the CPU, float32 or float64, a state small enough to stay in a core's cache."""
-    if not _on.get() or not available() or state.shape[2] * state.shape[3] * state.element_size() > LARGEST:
+    if not on() or state.shape[2] * state.shape[3] * state.element_size() > LARGEST:
         return False
     return all(x is None or (x.device.type == "cpu" and x.dtype == state.dtype) for x in (*tensors, state))
+
+
+def on() -> bool:
+    """Whether compiled kernels are to be used at all here."""
+    return _on.get() and available()
 
 
 @functools.cache
@@ -62,8 +69,7 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
     Lanes are handed out a few at a time: torch's own threads keep a core busy for milliseconds after they are done, so
     one of ours may get only half of one. Whatever happens, nothing writes any more when this returns.
     """
-    zero = np.float32(0) if dtype == torch.float32 else np.float64(0)
-    threads = 1 if work < ALONE else min(lanes, torch.get_num_threads())
+    zero, threads = _ZEROS[dtype], thread_count(lanes, work)
     held = torch.zeros(threads, scratch.bytes + PANEL, dtype=torch.uint8)
     addresses = [-(-mine.data_ptr() // PANEL) * PANEL for mine in held]
     if scratch.guards:
@@ -75,10 +81,7 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
         for first, last in shares:
             kernel(*arguments, zero, address, first, last)
 
-    if (kernel, dtype) not in _ready:  # no lanes: only to compile it, or to read it from disk
-        with _says_if_slow(kernel):
-            kernel(*arguments, zero, addresses[0], 0, 0)
-        _ready.add((kernel, dtype))
+    _make_ready(kernel, arguments, dtype, addresses[0])
     if threads == 1:
         compute(addresses[0])
     else:
@@ -86,6 +89,37 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
     if scratch.guards:
         scratch.check(addresses)
         pages.check_guards()
+
+
+def run_alone(kernel: Callable, argument: int, dtype: torch.dtype, lanes: int, scratch: "Scratch") -> None:
+    """`run` in this thread, in scratch memory that it keeps: for calls of microseconds, which must not count on zeros.
+
+    The same memory for all layers of a model also stays in cache.
+    """
+    kept = _kept.__dict__
+    if kept.get("bytes", 0) < scratch.bytes:
+        memory = torch.zeros(scratch.bytes + PANEL, dtype=torch.uint8)
+        kept |= {"memory": memory, "bytes": scratch.bytes, "address": -(-memory.data_ptr() // PANEL) * PANEL}
+    address = kept["address"]
+    if scratch.guards:
+        scratch.guard([address])
+    if (kernel, dtype) not in _ready:
+        _make_ready(kernel, (argument,), dtype, address)
+    kernel(argument, _ZEROS[dtype], address, 0, lanes)
+    if scratch.guards:
+        scratch.check([address])
+        pages.check_guards()
+
+
+def thread_count(lanes: int, work: int) -> int:
+    return 1 if work < ALONE else min(lanes, torch.get_num_threads())
+
+
+def _make_ready(kernel: Callable, arguments: tuple, dtype: torch.dtype, address: int) -> None:
+    if (kernel, dtype) not in _ready:  # no lanes: only to compile it, or to read it from disk
+        with _says_if_slow(kernel):
+            kernel(*arguments, _ZEROS[dtype], address, 0, 0)
+        _ready.add((kernel, dtype))
 
 
 @contextlib.contextmanager

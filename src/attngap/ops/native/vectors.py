@@ -266,6 +266,16 @@ def larger(typing_context, x, y):
 
 
 @primitive
+def smaller(typing_context, x, y):
+    """Place by place; x where it is not a number."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered(">", *arguments), arguments[1], arguments[0])
+
+    return x(x, y), generate
+
+
+@primitive
 def equal(typing_context, x, y):
     """1 in the places where they are equal, 0 elsewhere."""
 

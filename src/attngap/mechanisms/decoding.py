@@ -1,0 +1,121 @@
+"""Token after token of a layer's heads in one compiled call each: features, state and kept heads together."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from attngap.mechanisms.base import State
+from attngap.mechanisms.feature_maps import FADED, FASTEST, LARGEST_SCALE, LARGEST_SIZE, Nothing, Prototype
+from attngap.mechanisms.rotary import Angles
+from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.ops import native
+from attngap.ops.hybrid.call import Setting, TokenCall
+
+AXES: dict[str, Any] = {"log_gain": (None, ..., None, None), "gain_weight": (None, ..., None, slice(None))}
+LIMITS = {"largest_scale": LARGEST_SCALE, "largest_size": LARGEST_SIZE, "fastest": FASTEST, "faded": FADED}
+
+
+class Decoder:
+    """The step of `Hybrid` for one state, with all that stays the same from token to token laid out once.
+
+    `fits` is asked before each token: parameters may have been replaced, the state reordered. `place` says where in the
+    cache of kept heads the keys of a head are, -1 for heads that are not kept. `position` counts the tokens before this
+    one for the features; it and the state are overwritten.
+    """
+
+    def __init__(
+        self,
+        mechanism: Hybrid,
+        state: State,
+        place: Int[Tensor, " h"],
+        position: Int[Tensor, " b"],
+        rotary: Angles | None,
+    ):
+        self.options, self.state, self.position = _options(mechanism), state, position
+        parameters = _parameters(mechanism)
+        given = {name: x.detach()[AXES.get(name, (None,))] for name, x in parameters.items()}
+        turned = {} if mechanism.rotary is None or rotary is None else mechanism.rotary.turned(rotary, mechanism.dim)
+        if parameters:
+            turned |= LIMITS
+        if mechanism.reach is not None:
+            turned |= {"reach": mechanism.reach}
+        near = (mechanism.window, mechanism.sinks, mechanism.scale, mechanism.relative)
+        self.call = TokenCall(state, Setting(*near, **turned), place, given, position)
+        self.angles = self.call.setting.turned > 0
+        self.masked = False
+        self.sources = (state, mechanism.feature_map._parameters, mechanism._parameters) if parameters else (state,)
+        self.addresses = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [x.data_ptr() for source in self.sources for x in source.values() if x is not None]
+
+    def fits(self, mechanism: Hybrid, state: State, position: Tensor) -> bool:
+        """Whether all that was laid out is still where it was."""
+        if state is not self.state or position is not self.position or _options(mechanism) != self.options:
+            return False
+        return self._addresses() == self.addresses
+
+    def token(
+        self,
+        q: Float[Tensor, "b h 1 d"],
+        k: Float[Tensor, "b h_kv 1 d"],
+        v: Float[Tensor, "b h_kv 1 dv"],
+        rotary: Angles | None,
+        mask: Bool[Tensor, "b 1 1 n"] | None,
+        cache: tuple[Tensor, Tensor, int] | None,
+    ) -> Float[Tensor, "b 1 h dv"]:
+        """`cache` are the keys and values of kept heads and how many there are with this token, which is written there.
+
+        The last column of `mask` says whether the token is no padding, the others which keys kept heads may read.
+        """
+        call = self.call
+        if self.angles and rotary is not None:
+            call.put_angles(*rotary)
+        if cache is not None:
+            call.put_cache(*cache)
+        if mask is not None or self.masked:
+            call.put_mask(mask)
+            self.masked = mask is not None
+        return call.token(q, k, v, appends=cache is not None)
+
+
+def decoder(
+    mechanism: Hybrid, state: State, place: Int[Tensor, " h"], position: Int[Tensor, " b"], rotary: Angles | None
+) -> Decoder | None:
+    """None where the features have no compiled form, or memory does not lie as it must."""
+    if type(mechanism.feature_map) not in (Prototype, Nothing):
+        return None
+    if mechanism.rotary is not None and (rotary is None or rotary[0].dtype != state["S"].dtype):
+        return None
+    tensors = (*_parameters(mechanism).values(), *(x for name, x in state.items() if name != "count"))
+    if not native.usable(*tensors, state=state["S"]):
+        return None
+    if not all(x.is_contiguous() for x in (*tensors, state["count"], position)):
+        return None
+    return Decoder(mechanism, state, place, position, rotary)
+
+
+def possible() -> bool:
+    """Whether a compiled call may be made here: not inside of what torch compiles, traces or transforms."""
+    return (
+        native.on()
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def _parameters(mechanism: Hybrid) -> dict[str, Tensor]:
+    """What features and gain are computed from, by the names that the call knows."""
+    if not isinstance(mechanism.feature_map, Prototype):
+        return {}
+    found = mechanism.feature_map._parameters | mechanism._parameters
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _options(mechanism: Hybrid) -> tuple[Any, ...]:
+    near = mechanism.window, mechanism.sinks, mechanism.scale, mechanism.relative
+    return (*near, mechanism.reach, mechanism.rotary, mechanism.feature_map)
