@@ -31,10 +31,7 @@ def chat(
 ) -> None:
     """Talk to a model; it remembers what was said. After each answer: tokens read, size of the cache, speed.
 
-    \b
-    Examples:
-      attngap chat fast
-      attngap chat fast --which both
+    Examples: attngap chat fast, attngap chat fast --which both
     """
     talk(model, which=which, tokens=tokens, temperature=temperature, seed=seed)
 

@@ -27,11 +27,8 @@ def evaluate(
 ) -> None:
     """Measure quality, recall, speed and memory beside the original and the baselines, and update the receipt.
 
-    \b
-    Examples:
-      attngap eval fast --text speech.txt
-      attngap eval fast --suite needle,lookup --lengths 2048
-      attngap eval fast --lm-eval task.yaml --limit 100
+    Examples: attngap eval fast --text speech.txt, attngap eval fast --suite needle,lookup --lengths 2048,
+    attngap eval fast --lm-eval task.yaml --limit 100
     """
     if suite is not None:
         from attngap.cli import eval_suite

@@ -25,10 +25,7 @@ def generate(
 ) -> None:
     """Continue a prompt in bounded memory; the text appears token by token. Without a prompt: a conversation.
 
-    \b
-    Examples:
-      attngap generate fast "The capital of France is"
-      attngap generate smollm2 - < letter.txt
+    Examples: attngap generate fast "The capital of France is", attngap generate smollm2 - < letter.txt
     """
     check_sampling(tokens, temperature)
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):

@@ -18,9 +18,7 @@ def report(
 ) -> None:
     """Make one self-contained page from any mix of diagnosis, plan, receipt, probe and theory results.
 
-    \b
-    Example:
-      attngap report diagnosis converted -o report.html
+    Example: attngap report diagnosis converted -o report.html
     """
     from attngap.report.build import report_page
     from attngap.report.results import read

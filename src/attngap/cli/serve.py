@@ -21,9 +21,7 @@ def serve(
 ) -> None:
     """Explore in the browser: the law under sliders, weights side by side, a model's heads on your sentence, results.
 
-    \b
-    Example:
-      attngap serve --model smollm2
+    Example: attngap serve --model smollm2
     """
     from attngap.explorer.app import create
     from attngap.explorer.hosts import LOCAL

@@ -1,0 +1,68 @@
+"""A converted model against what people would use instead, at the same number of bytes, on the same tokens.
+
+    attngap linearize smollm2 --keep 0.1 -o fast
+    python benchmarks/rivals prepare smollm2 --text mail.txt --text essays.txt -o rivals    # contexts as plain tokens
+    python benchmarks/rivals scores fast -o rivals                                          # which heads to keep
+    python -m venv kvpress && kvpress/bin/pip install torch==2.13.0
+    kvpress/bin/pip install kvpress "transformers<5.3"
+    kvpress/bin/python benchmarks/rivals kvpress --text book.txt -o rivals
+    python benchmarks/rivals ours fast -o rivals
+    python benchmarks/rivals choices fast --lengths 2048 -o rivals
+    python benchmarks/rivals document -o rivals
+
+kvpress needs an older transformers, hence an environment of its own; this folder runs in both. A context is compressed
+before any question is known. Every finished cell is a line of a file, so a stopped run goes on where it stopped. The
+text should be of a kind that no conversion was fitted to or chosen on; DuoAttention's scores read a book.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+STEPS = {
+    "prepare": "contexts",
+    "scores": "scores",
+    "kvpress": "presses",
+    "ours": "conversions",
+    "choices": "scores",
+    "document": "tables",
+}
+
+
+def main() -> None:
+    options = parse()
+    if options.step in ("prepare", "scores", "ours", "choices") and options.model is None:
+        sys.exit(f"rivals {options.step} needs a model: the original for prepare, else a converted folder")
+    options.output.mkdir(parents=True, exist_ok=True)
+    torch.set_grad_enabled(False)
+    module = __import__(STEPS[options.step])
+    try:
+        getattr(module, options.step)(options)
+    except Exception as error:
+        if type(error).__name__ != "AttngapError":
+            raise
+        sys.exit(str(error))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("model", nargs="?", help="prepare: the original; else: a converted folder")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="may be given several times")
+    parser.add_argument("--lengths", type=_numbers(int), default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--budgets", type=_numbers(float), default=[0.25, 0.15, 0.1], help="shares of the full cache")
+    parser.add_argument("--examples", type=int, default=4, help="contexts of text of each length; half as many others")
+    parser.add_argument("--window", type=int, help="of replaced heads; none: the conversion's own")
+    parser.add_argument("--scores", type=lambda text: text.split(","), default=["our"], help="of heads, see scores.py")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    return parser.parse_args()
+
+
+def _numbers(kind):
+    return lambda text: [kind(each) for each in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The comparison's own logic, against plain transformers and by counting."""
+
+import copy
+import importlib
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attngap.heads.passages import language_reference
+from attngap.heads.replacement import build_replacement, window_only
+from attngap.models.cache import cache_bytes
+from attngap.models.plan import Replacement
+from attngap.models.positions import layer_positions
+from attngap.models.swap import layer_shapes
+from tests import zoo
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "rivals"
+NAMES = ("asking", "contexts", "presses", "conversions", "scores", "tables")
+
+
+@pytest.fixture(scope="module")
+def rivals():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+
+
+def llama(layers: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, max_position_embeddings=256)
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def featured(model, window: int):
+    """Replacements with features that were not fitted: enough to see whether states are the right ones."""
+    planned, where = Replacement(feature_map="hedgehog", features=None, window=window, sinks=2), layer_positions(model)
+    return {
+        shape.layer: build_replacement(shape, planned, positions=where[shape.layer])[0] for shape in layer_shapes(model)
+    }
+
+
+@torch.no_grad()
+def test_a_handed_over_cache_whose_window_holds_all_continues_as_the_original_does(rivals):
+    model, read, more = llama(), tokens(60), tokens(20, 1)
+    near = {shape.layer: window_only(shape, 100, 4) for shape in layer_shapes(model)}
+    converted = rivals.conversions.Parts(model, near, None).convert([(0, 1)])
+    layers, _ = rivals.conversions.read_exactly(model, read)
+    cache = rivals.conversions.hand_over(converted, layers)
+    wanted = model(input_ids=torch.tensor([read + more])).logits[0, 60:]
+    torch.testing.assert_close(rivals.asking.read_on(converted, cache, 60, more), wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_in_one_layer_a_handed_over_cache_is_what_the_converted_model_would_hold(rivals):
+    model, read, more = llama(layers=1), tokens(60), tokens(20, 1)
+    converted = rivals.conversions.Parts(model, featured(model, 8), None).convert([(0, 1)])
+    layers, _ = rivals.conversions.read_exactly(model, read)
+    handed = rivals.conversions.hand_over(converted, layers)
+    own, _ = rivals.conversions.read_throughout(converted, read)
+    assert cache_bytes(handed) == cache_bytes(own)
+    answers = [rivals.asking.read_on(converted, cache, 60, more) for cache in (handed, own)]
+    torch.testing.assert_close(*answers, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_as_many_groups_are_kept_as_the_bytes_of_a_real_cache_allow(rivals):
+    model, read = llama(), tokens(200)
+    parts = rivals.conversions.Parts(model, featured(model, 8), None)
+    full = rivals.asking.full_bytes(model.config, 200)
+    layers, _ = rivals.conversions.read_exactly(model, read)
+    assert sum(x.numel() * 4 for layer in layers for x in (layer.k, layer.v)) == full
+    budget = next(share / 100 for share in range(100) if parts.affordable(share / 100, 200) == 1)
+    count = parts.affordable(budget, 200)
+    order = [(0, 0), (1, 0)]  # a layer that keeps all its groups would hold no states at all
+    sizes = [cache_bytes(rivals.conversions.hand_over(parts.convert(order[:n]), layers)) for n in (count, count + 1)]
+    assert sizes[0] <= budget * full < sizes[1] + 32  # counts of tokens are not of the state's size
+    assert parts.affordable(0.01, 200) < 0
+
+
+def test_another_window_leaves_the_features_as_they_are(rivals):
+    mechanism = featured(llama(), 8)[0]
+    other = rivals.conversions.with_window(mechanism, 16)
+    assert (mechanism.window, other.window) == (8, 16)
+    for name, value in mechanism.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value)
+
+
+class Last:
+    """A press as kvpress writes them: the last tokens only."""
+
+    def compress(self, module, hidden, keys, values, attentions, kwargs):
+        return keys[:, :, -10:], values[:, :, -10:]
+
+
+@torch.no_grad()
+def test_one_pass_serves_the_original_and_every_press(rivals):
+    model, more = llama(), tokens(5, 1)
+    row = {"context": tokens(60)}
+    full, held, _, _ = rivals.presses.prefill(model, row, {"last": Last()})
+    wanted = model(input_ids=torch.tensor([row["context"] + more])).logits[0, 60:]
+    for _ in range(2):  # a question leaves the cache as it was
+        found = rivals.asking.read_on(model, rivals.presses.as_cache(full), 60, more)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert rivals.presses.share_of(model, row, held["last"]) == pytest.approx(1 / 6)
+    pruned = rivals.asking.read_on(model, rivals.presses.as_cache(held["last"]), 60, more)
+    assert (pruned - wanted).abs().max() > 1e-3
+
+
+def test_streaming_groups_and_kept_ones_fill_the_budget(rivals):
+    scores = torch.arange(90.0).view(30, 3)
+    row = {"context": [0] * 4096}
+    kept = rivals.presses.kept_groups(row, 0.25, scores)
+    near = rivals.presses.SINKS + rivals.presses.RECENT
+    held = int(kept.sum()) * 4096 + int((~kept).sum()) * near
+    assert 0.25 - 1 / 90 < held / (90 * 4096) <= 0.25
+    assert scores[kept].min() > scores[~kept].max()
+    assert rivals.presses.kept_groups(row, 0.09, scores) is None  # sinks and recent tokens alone take more
+
+
+def test_what_is_not_installed_is_skipped_by_name_with_its_command(rivals, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(rivals.presses.importlib.util, "find_spec", lambda name: None)
+    rivals.presses.kvpress(SimpleNamespace(output=tmp_path))
+    said = capsys.readouterr().out
+    assert "SnapKV" in said
+    assert "KVzip" in said
+    assert "pip install kvpress" in said
+
+
+def test_a_stopped_run_goes_on_behind_its_last_whole_line(rivals, tmp_path):
+    row = {"kind": "text", "length": 64, "example": 0}
+    answers = rivals.asking.Answers(tmp_path)
+    answers.add("SnapKV", 0.25, row, share=0.25, scores=[])
+    path = tmp_path / rivals.asking.ANSWERS
+    path.write_text(path.read_text() + '{"method": "SnapKV", "budget": 0.1')
+    again = rivals.asking.Answers(tmp_path)
+    assert again.missing("SnapKV", [0.25, 0.1], row) == [0.1]
+    again.add("SnapKV", 0.1, row, share=0.1, scores=[])
+    assert [json.loads(line)["budget"] for line in path.read_text().splitlines()] == [0.25, 0.1]
+
+
+def test_a_context_says_what_it_is_asked_for_and_the_text_goes_on(rivals):
+    words, text = zoo.tokenizer(), "\n\n".join(language_reference())[:60_000]
+    made = rivals.contexts.make("text", words, text, 3000, 1)
+    ids = words(text, add_special_tokens=False).input_ids
+    (task, first, rest), *others = made["questions"]
+    assert task == "text"
+    assert len(made["context"]) + len(first) + len(rest) == 3000
+    spoken = ",".join(map(str, ids))
+    assert ",".join(map(str, first + rest)) in spoken
+    body = ",".join(map(str, made["context"]))
+    assert [task for task, *_ in others] == ["needle", *["needles"] * rivals.contexts.NEEDLES, "copying"]
+    for _, _, answer in others:
+        assert ",".join(map(str, answer)) in body
+    assert rivals.contexts.make("text", words, text, 3000, 1) == made
+
+
+def test_groups_rank_by_when_they_were_dropped(rivals):
+    first = {(layer, g): float(10 * layer + g) for layer in range(10) for g in range(3)}
+    asked = []
+
+    def gains(kept):
+        asked.append(set(kept))
+        return {group: -first[group] for group in kept}  # the order turns round after each look
+
+    found = rivals.scores.ranks(first, gains)
+    assert asked[0] == set(sorted(first, key=first.get)[-12:])
+    assert all(later < earlier for earlier, later in itertools.pairwise(asked))
+    best = sorted(found, key=found.get, reverse=True)
+    assert set(best[: len(asked[-1])]) == asked[-1]
+    assert sorted(found.values()) == [float(i) for i in range(1, 31)]
+
+
+def test_entropy_of_even_rows_is_the_logarithm_of_their_length(rivals):
+    found = rivals.scores.row_entropy(torch.zeros(2, 3, 4), torch.randn(8, 4), 1.0, 5)
+    torch.testing.assert_close(found, torch.tensor([6.0, 7.0, 8.0]).log().expand(2, 3))
+
+
+def test_a_group_that_nothing_reads_is_not_missed_when_silenced(rivals):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0  # the first of two groups of two heads
+    ids = torch.tensor([tokens(40)])
+    asked = torch.arange(40) > 30
+    whole = rivals.scores.answered(model, ids, asked, None, 2)
+    assert rivals.scores.answered(model, ids, asked, (1, 0), 2) == pytest.approx(whole, abs=1e-6)
+    assert rivals.scores.answered(model, ids, asked, (1, 1), 2) != pytest.approx(whole, abs=1e-6)
+
+
+def rows(method: str, score, divergence: float) -> list[dict]:
+    found = []
+    for i in range(4):
+        asked = [["text", [divergence + 0.001 * j for j in range(64)], [1.0] * 64]]
+        asked += [["needles", score(6 * i + j)] for j in range(6)]
+        at = {"kind": "text", "length": 1024, "example": i}
+        found.append({"method": method, "budget": 0.25, **at, "share": 0.25, "scores": asked})
+    return found
+
+
+def test_a_difference_within_noise_is_called_that_and_a_clear_one_is_not(rivals):
+    t = rivals.tables
+    ours = t.gather(rows(t.OURS, lambda i: float(i % 8 != 0), 0.02))
+    better, same = t.gather(rows("a", lambda i: 1.0, 0.02)), t.gather(rows("b", lambda i: float(i % 8 != 1), 0.02))
+    worse = t.gather(rows("c", lambda i: float(i % 2), 0.05))
+    assert t.verdict(t.recall_interval(ours, worse), more_is_better=True) == t.AHEAD
+    assert t.verdict(t.recall_interval(ours, same), more_is_better=True) == t.LEVEL
+    assert t.verdict(t.recall_interval(worse, better), more_is_better=True) == t.BEHIND
+    assert t.verdict(t.divergence_interval(ours, worse), more_is_better=False) == t.AHEAD
+    assert t.verdict(t.divergence_interval(ours, same), more_is_better=False) == t.LEVEL
+
+
+def test_methods_are_compared_on_the_contexts_that_both_have_read(rivals):
+    t = rivals.tables
+    found = t.cells([*rows(t.OURS, lambda i: 1.0, 0.0)[:2], *rows("a", lambda i: float(i < 12), 0.1)], 1024, 0.25)
+    assert found["a"].mean_recall == 1.0  # its last two contexts, all wrong, are not ours
+    assert len(found["a"].recall["needles"]) == 12
+    partly = t.cells([*rows(t.OURS, lambda i: 1.0, 0.0), *rows("a", lambda i: 1.0, 0.1)[:2]], 1024, 0.25)
+    assert "a" not in partly
+    assert math.isclose(found["a"].mean_divergence, 0.1 + 0.001 * 31.5)
+
+
+@torch.no_grad()
+def test_questions_are_asked_of_the_cache_as_it_was(rivals, tmp_path):
+    model = llama()
+    row = {"kind": "text", "length": 64, "example": 0, "context": tokens(60)}
+    row["questions"] = [["text", [1], tokens(40, 2)], ["needle", [2, 3], [4, 5]], ["needle", [2, 3], [4, 5]]]
+    full, *_ = rivals.presses.prefill(model, row, {})
+    answers = rivals.asking.Answers(tmp_path)
+    answers.ask("original", None, row, model, lambda: rivals.presses.as_cache(full), 1.0, 0.0)
+    near = {shape.layer: window_only(shape, 100, 4) for shape in layer_shapes(model)}
+    converted = rivals.conversions.Parts(model, near, None).convert([])
+    layers, _ = rivals.conversions.read_exactly(model, row["context"])
+    cache = rivals.conversions.hand_over(converted, layers)
+    answers.ask("ours", 0.5, row, converted, lambda: copy.deepcopy(cache), 1.0, 0.0)
+    first, second = rivals.asking.read_lines(tmp_path / rivals.asking.ANSWERS)
+    for line in (first, second):
+        (_, divergence, _), *others = line["scores"]
+        assert max(divergence) < 1e-3  # the original's logits are kept in half precision
+        assert others[0] == others[1]
+    assert first["scores"][1:] == second["scores"][1:]
