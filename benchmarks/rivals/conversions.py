@@ -105,22 +105,14 @@ def read_exactly(original: Any, tokens: list[int]) -> tuple[list[Layer], float]:
 
 
 @torch.no_grad()
-def hand_over(converted: Any, layers: list[Layer]) -> Any:
+def handed_over(converted: Any, layers: list[Layer]) -> Any:
     """The cache of a converted model after a context that the original has read."""
-    from attngap.models.cache import MixedLayer
+    from attngap.models.prefill import hand_over
     from attngap.models.swap import empty_cache, mixed_heads
 
     cache, parts = empty_cache(converted), mixed_heads(converted)
     for i, read in enumerate(layers):
-        held = cache.layers[i] if i < len(cache.layers) else None
-        if not isinstance(held, MixedLayer):
-            cache.update(read.k, read.v, i)
-            continue
-        held.lazy_initialization(read.k, read.v)
-        held.append(read.k, read.v)
-        held.state = parts[held.layer].mechanism.state_after(read.k, read.v, read.rotary)
-        held.seen = read.k.shape[2]
-        held.passed(None, held.seen)
+        hand_over(cache, i, parts.get(i), read.k, read.v, read.rotary)
     return cache
 
 
@@ -204,7 +196,7 @@ def _context(parts: Parts, row: dict, budgets: list[float], scores: dict[str, An
 
 def _ask(answers, name, budget, row, model, layers, full, seconds) -> None:
     start = time.perf_counter()
-    cache = hand_over(model, layers)
+    cache = handed_over(model, layers)
     _ask_cache(answers, name, budget, row, model, cache, full, seconds + time.perf_counter() - start)
 
 

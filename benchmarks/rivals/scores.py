@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from asking import Answers, full_bytes
 from contexts import contexts
-from conversions import Group, Parts, best, hand_over, load_parts, read_exactly, read_scores
+from conversions import Group, Parts, best, handed_over, load_parts, read_exactly, read_scores
 from torch import Tensor
 
 Scores = list[list[float]]
@@ -61,7 +61,7 @@ def choices(options: argparse.Namespace) -> None:
                     layers, seconds = read_exactly(parts.original, row["context"])
                 count = round(share * parts.layers * parts.groups)
                 model = parts.convert(best(parts, table, count))
-                cache = hand_over(model, layers)
+                cache = handed_over(model, layers)
                 held = cache_bytes(cache) / full_bytes(parts.original.config, len(row["context"]))
                 answers.ask(CHOICE + name, share, row, model, lambda cache=cache: copy.deepcopy(cache), held, seconds)
 

@@ -56,7 +56,7 @@ def test_a_handed_over_cache_whose_window_holds_all_continues_as_the_original_do
     near = {shape.layer: window_only(shape, 100, 4) for shape in layer_shapes(model)}
     converted = rivals.conversions.Parts(model, near, None).convert([(0, 1)])
     layers, _ = rivals.conversions.read_exactly(model, read)
-    cache = rivals.conversions.hand_over(converted, layers)
+    cache = rivals.conversions.handed_over(converted, layers)
     wanted = model(input_ids=torch.tensor([read + more])).logits[0, 60:]
     torch.testing.assert_close(rivals.asking.read_on(converted, cache, 60, more), wanted, atol=1e-5, rtol=1e-4)
 
@@ -66,7 +66,7 @@ def test_in_one_layer_a_handed_over_cache_is_what_the_converted_model_would_hold
     model, read, more = llama(layers=1), tokens(60), tokens(20, 1)
     converted = rivals.conversions.Parts(model, featured(model, 8), None).convert([(0, 1)])
     layers, _ = rivals.conversions.read_exactly(model, read)
-    handed = rivals.conversions.hand_over(converted, layers)
+    handed = rivals.conversions.handed_over(converted, layers)
     own, _ = rivals.conversions.read_throughout(converted, read)
     assert cache_bytes(handed) == cache_bytes(own)
     answers = [rivals.asking.read_on(converted, cache, 60, more) for cache in (handed, own)]
@@ -83,7 +83,7 @@ def test_as_many_groups_are_kept_as_the_bytes_of_a_real_cache_allow(rivals):
     budget = next(share / 100 for share in range(100) if parts.affordable(share / 100, 200) == 1)
     count = parts.affordable(budget, 200)
     order = [(0, 0), (1, 0)]  # a layer that keeps all its groups would hold no states at all
-    sizes = [cache_bytes(rivals.conversions.hand_over(parts.convert(order[:n]), layers)) for n in (count, count + 1)]
+    sizes = [cache_bytes(rivals.conversions.handed_over(parts.convert(order[:n]), layers)) for n in (count, count + 1)]
     assert sizes[0] <= budget * full < sizes[1] + 32  # counts of tokens are not of the state's size
     assert parts.affordable(0.01, 200) < 0
 
@@ -240,7 +240,7 @@ def test_questions_are_asked_of_the_cache_as_it_was(rivals, tmp_path):
     near = {shape.layer: window_only(shape, 100, 4) for shape in layer_shapes(model)}
     converted = rivals.conversions.Parts(model, near, None).convert([])
     layers, _ = rivals.conversions.read_exactly(model, row["context"])
-    cache = rivals.conversions.hand_over(converted, layers)
+    cache = rivals.conversions.handed_over(converted, layers)
     answers.ask("ours", 0.5, row, converted, lambda: copy.deepcopy(cache), 1.0, 0.0)
     first, second = rivals.asking.read_lines(tmp_path / rivals.asking.ANSWERS)
     for line in (first, second):

@@ -57,6 +57,14 @@ def test_generate_continues_a_prompt(place):
     assert streamed.stdout.replace(" ", "").startswith("thecat")
 
 
+def test_generate_can_read_the_prompt_exactly_where_there_is_something_to_make_small(place):
+    found = run(place, "generate", place / "fast", "the cat", "--tokens", "5", "--exact-prompt", "--json")
+    usual = run(place, "generate", place / "fast", "the cat", "--tokens", "5", "--json")
+    assert json.loads(found.stdout)["text"] == json.loads(usual.stdout)["text"]  # all of so short a prompt is near
+    refused = run(place, "generate", place / "base", "the cat", "--exact-prompt")
+    assert "A prompt is read exactly by a converted decoder with a window, got" in str(refused.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

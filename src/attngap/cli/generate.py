@@ -21,6 +21,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    exact_prompt: Annotated[
+        bool, typer.Option("--exact-prompt", help="Read the prompt with softmax in every head, then go on converted.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt, text and cache size as JSON.")] = False,
 ) -> None:
     """Continue a prompt in bounded memory; the text appears token by token. Without a prompt: a conversation.
@@ -42,7 +45,7 @@ def generate(
         raise AttngapError(f"'{model}' is an encoder, which writes no text. Use attngap.load and call the model")
     if chat:
         prompt = in_template(tokenizer, prompt)
-    text, size = write(loaded, tokenizer, prompt, tokens, temperature, seed, show=not as_json)
+    text, size = write(loaded, tokenizer, prompt, tokens, temperature, seed, show=not as_json, exact=exact_prompt)
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text, "cache_bytes": size}))
     else:
@@ -57,26 +60,35 @@ def in_template(tokenizer: Any, prompt: str) -> str:
 
 
 def write(
-    model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float, seed: int, *, show: bool
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    *,
+    show: bool,
+    exact: bool = False,
 ) -> tuple[str, int]:
-    """The continuation and the size of its cache."""
+    """The continuation and the size of its cache; with `exact` every head reads the prompt with softmax."""
     import torch
     from transformers import DynamicCache, TextStreamer
 
     from attngap.models.cache import cache_bytes
+    from attngap.models.prefill import exact_prefill
 
     inputs = tokenizer(prompt, return_tensors="pt")
     if inputs.input_ids.shape[1] == 0:
         raise AttngapError("The prompt is empty. Give some text to continue")
     torch.manual_seed(seed)
-    cache = DynamicCache(config=model.config)
+    cache = exact_prefill(model, inputs.input_ids[:, :-1]) if exact else DynamicCache(config=model.config)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     out = model.generate(
         **inputs,
         max_new_tokens=tokens,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if show else None,
         past_key_values=cache,
-        prefill_chunk_size=PREFILL,
+        prefill_chunk_size=None if exact else PREFILL,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **sampling,
     )
