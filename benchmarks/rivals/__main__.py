@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budgets", type=_numbers(float), default=[0.25, 0.15, 0.1], help="shares of the full cache")
     parser.add_argument("--examples", type=int, default=4, help="contexts of text of each length; half as many others")
     parser.add_argument("--window", type=int, help="of replaced heads; none: the conversion's own")
+    parser.add_argument("--only", type=lambda text: text.split(";"), default=[], help="ours: these methods, by ;")
     parser.add_argument("--scores", type=lambda text: text.split(","), default=["our"], help="of heads, see scores.py")
     parser.add_argument("-o", "--output", type=Path, required=True)
     return parser.parse_args()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from asking import Answers, full_bytes
 from contexts import contexts
+from presses import ORIGINAL, as_cache
 from torch import Tensor
 
 OURS, THROUGHOUT = "attngap", "attngap, throughout"
@@ -46,6 +47,7 @@ class Parts:
         self.mechanisms = {layer: with_window(m, window) for layer, m in mechanisms.items()}
         config = original.config
         self.layers, self.groups = config.num_hidden_layers, config.num_key_value_heads
+        self.sinks = next(iter(self.mechanisms.values())).sinks
         self.dim = config.hidden_size // config.num_attention_heads
 
     def without_features(self) -> "Parts":
@@ -159,48 +161,59 @@ def ours(options: argparse.Namespace) -> None:
         RANDOM: random_scores(parts.layers, parts.groups, 0),
     }
     answers = Answers(options.output)
+    variants = {name: (parts, score) for name, score in scores.items() if score is not None}
+    if scores[OURS] is not None:
+        variants[WINDOW_FORM] = (parts.without_features(), scores[OURS])
     wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
     for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
         if row["example"] < options.examples:
-            _context(parts, row, options.budgets, {name: s for name, s in scores.items() if s is not None}, answers)
+            handed = {name: each for name, each in variants.items() if not options.only or name in options.only}
+            _handed_over(parts.original, row, options.budgets, handed, answers)
+            _throughout(parts, row, options, scores[OURS], answers)
 
 
-def _context(parts: Parts, row: dict, budgets: list[float], scores: dict[str, Any], answers: Answers) -> None:
-    near = parts.without_features()
-    variants = [(name, parts, score) for name, score in scores.items()]
-    if OURS in scores:
-        variants.append((WINDOW_FORM, near, scores[OURS]))
-    todo = [(name, part, score, answers.missing(name, budgets, row)) for name, part, score in variants]
-    tokens, layers, seconds = row["context"], None, 0.0
+def _handed_over(original: Any, row: dict, budgets: list[float], variants: dict[str, tuple], answers: Answers) -> None:
+    """Everything that goes on from one exact pass."""
+    tokens, full = row["context"], full_bytes(original.config, len(row["context"]))
+    todo = [
+        (name, budget, part, score, count)
+        for name, (part, score) in variants.items()
+        for budget in answers.missing(name, budgets, row)
+        if (count := part.affordable(budget, len(tokens))) >= 0
+    ]
+    first = answers.missing(ORIGINAL, [None], row)
+    if not (todo or first):
+        return
+    layers, seconds = read_exactly(original, tokens)
+    if first:
+        whole = [(layer.k, layer.v) for layer in layers]
+        answers.ask(ORIGINAL, None, row, original, lambda: as_cache(whole), 1.0, seconds)
+    for name, budget, part, score, count in todo:
+        start = time.perf_counter()
+        model = part.convert(best(part, score, count))
+        cache = handed_over(model, layers)
+        _ask(answers, name, budget, row, model, cache, full, seconds + time.perf_counter() - start)
+
+
+def _throughout(parts: Parts, row: dict, options: argparse.Namespace, score: Any, answers: Answers) -> None:
+    """Models that read the context as they are, at the first budget: each needs a pass of its own."""
+    tokens, budget = row["context"], options.budgets[0]
     full = full_bytes(parts.original.config, len(tokens))
-    for name, part, score, missing in todo:
-        for budget in missing:
-            count = part.affordable(budget, len(tokens))
-            if count < 0:
-                continue
-            if layers is None:
-                layers, seconds = read_exactly(parts.original, tokens)
-            _ask(answers, name, budget, row, part.convert(best(part, score, count)), layers, full, seconds)
-    for budget in answers.missing(THROUGHOUT, budgets[:1], row) if OURS in scores else ():
-        count = parts.affordable(budget, len(tokens))
-        if count >= 0:
-            model = parts.convert(best(parts, scores[OURS], count))
+    models = {}
+    if score is not None and (count := parts.affordable(budget, len(tokens))) >= 0:
+        models[THROUGHOUT] = lambda: parts.convert(best(parts, score, count))
+    wide = int(budget * len(tokens)) - parts.sinks
+    models[WINDOW_ALL] = lambda: Parts(parts.original, parts.without_features().mechanisms, wide).convert([])
+    for name, make in models.items():
+        if (not options.only or name in options.only) and answers.missing(name, [budget], row):
+            model = make()
             cache, took = read_throughout(model, tokens)
-            _ask_cache(answers, THROUGHOUT, budget, row, model, cache, full, took)
-    for budget in answers.missing(WINDOW_ALL, budgets, row):
-        wide = int(budget * len(tokens)) - 4
-        everywhere = Parts(parts.original, near.mechanisms, wide).convert([])
-        cache, took = read_throughout(everywhere, tokens)
-        _ask_cache(answers, WINDOW_ALL, budget, row, everywhere, cache, full, took)
+            _ask(answers, name, budget, row, model, cache, full, took)
 
 
-def _ask(answers, name, budget, row, model, layers, full, seconds) -> None:
-    start = time.perf_counter()
-    cache = handed_over(model, layers)
-    _ask_cache(answers, name, budget, row, model, cache, full, seconds + time.perf_counter() - start)
-
-
-def _ask_cache(answers, name, budget, row, model, cache, full, seconds) -> None:
+def _ask(
+    answers: Answers, name: str, budget: float, row: dict, model: Any, cache: Any, full: int, seconds: float
+) -> None:
     from attngap.models.cache import cache_bytes
 
     share = cache_bytes(cache) / full
