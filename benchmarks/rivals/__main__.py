@@ -7,6 +7,8 @@
     kvpress/bin/pip install kvpress "transformers<5.3"
     kvpress/bin/python benchmarks/rivals kvpress --text book.txt -o rivals
     python benchmarks/rivals ours fast -o rivals
+    attngap linearize smollm2 --mechanism hedgehog --window 64 --lora 8 --keep 0.15 -o lolcats
+    python benchmarks/rivals converted lolcats --name "LoLCATs-style conversion, throughout" -o rivals
     python benchmarks/rivals choices fast --lengths 2048 -o rivals
     python benchmarks/rivals document -o rivals
 
@@ -26,6 +28,7 @@ STEPS = {
     "scores": "scores",
     "kvpress": "presses",
     "ours": "conversions",
+    "converted": "conversions",
     "choices": "scores",
     "document": "tables",
 }
@@ -33,8 +36,10 @@ STEPS = {
 
 def main() -> None:
     options = parse()
-    if options.step in ("prepare", "scores", "ours", "choices") and options.model is None:
+    if options.step in ("prepare", "scores", "ours", "converted", "choices") and options.model is None:
         sys.exit(f"rivals {options.step} needs a model: the original for prepare, else a converted folder")
+    if options.step == "converted" and not options.name:
+        sys.exit("rivals converted needs --name, what the folder is called in the table")
     options.output.mkdir(parents=True, exist_ok=True)
     torch.set_grad_enabled(False)
     module = __import__(STEPS[options.step])
@@ -55,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budgets", type=_numbers(float), default=[0.25, 0.15, 0.1], help="shares of the full cache")
     parser.add_argument("--examples", type=int, default=4, help="contexts of text of each length; half as many others")
     parser.add_argument("--window", type=int, help="of replaced heads; none: the conversion's own")
+    parser.add_argument("--name", help="converted: what the folder is called in the table")
     parser.add_argument("--only", type=lambda text: text.split(";"), default=[], help="ours: these methods, by ;")
     parser.add_argument("--scores", type=lambda text: text.split(","), default=["our"], help="of heads, see scores.py")
     parser.add_argument("-o", "--output", type=Path, required=True)

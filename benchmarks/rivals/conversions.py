@@ -25,8 +25,7 @@ OURS, THROUGHOUT = "attngap", "attngap, throughout"
 OUR_FORM_THEIR_HEADS, RANDOM = "our form, DuoAttention's heads", "our form, random heads"
 WINDOW_FORM = "sinks + window, our heads"
 WINDOW_ALL = "sinks + window, all heads, throughout"
-LOLCATS = "LoLCATs-style, throughout"
-WINDOW = 64  # of the replaced heads at a budget: chosen on other text, see docs/rivals.md
+LOLCATS = "LoLCATs-style conversion, throughout"
 Group = tuple[int, int]  # layer, key head
 
 
@@ -209,6 +208,20 @@ def _throughout(parts: Parts, row: dict, options: argparse.Namespace, score: Any
             model = make()
             cache, took = read_throughout(model, tokens)
             _ask(answers, name, budget, row, model, cache, full, took)
+
+
+def converted(options: argparse.Namespace) -> None:
+    """A converted folder as it comes, under `--name`, throughout; it stands beside others of the first budget."""
+    import attngap
+
+    model, _ = attngap.load(options.model)
+    answers, budget = Answers(options.output), options.budgets[0]
+    wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
+    for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
+        if row["example"] < options.examples and answers.missing(options.name, [budget], row):
+            cache, took = read_throughout(model, row["context"])
+            full = full_bytes(model.config, len(row["context"]))
+            _ask(answers, options.name, budget, row, model, cache, full, took)
 
 
 def _ask(
