@@ -10,7 +10,9 @@
     attngap linearize smollm2 --mechanism hedgehog --window 64 --lora 8 --keep 0.15 -o lolcats
     python benchmarks/rivals converted lolcats --name "LoLCATs-style conversion, throughout" -o rivals
     python benchmarks/rivals choices fast --lengths 2048 -o rivals
-    python benchmarks/rivals document -o rivals
+    kvpress/bin/python benchmarks/rivals kvpress_costs --lengths 4096 -o rivals
+    python benchmarks/rivals our_costs fast --lengths 4096 -o rivals
+    python benchmarks/rivals document --page docs/rivals.md -o rivals
 
 kvpress needs an older transformers, hence an environment of its own; this folder runs in both. A context is compressed
 before any question is known. Every finished cell is a line of a file, so a stopped run goes on where it stopped. The
@@ -30,13 +32,15 @@ STEPS = {
     "ours": "conversions",
     "converted": "conversions",
     "choices": "scores",
+    "kvpress_costs": "costs",
+    "our_costs": "costs",
     "document": "tables",
 }
 
 
 def main() -> None:
     options = parse()
-    if options.step in ("prepare", "scores", "ours", "converted", "choices") and options.model is None:
+    if options.step in ("prepare", "scores", "ours", "converted", "choices", "our_costs") and options.model is None:
         sys.exit(f"rivals {options.step} needs a model: the original for prepare, else a converted folder")
     if options.step == "converted" and not options.name:
         sys.exit("rivals converted needs --name, what the folder is called in the table")
@@ -60,6 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budgets", type=_numbers(float), default=[0.25, 0.15, 0.1], help="shares of the full cache")
     parser.add_argument("--examples", type=int, default=4, help="contexts of text of each length; half as many others")
     parser.add_argument("--window", type=int, help="of replaced heads; none: the conversion's own")
+    parser.add_argument("--page", type=Path, help="document: a page with marks; none prints the tables")
     parser.add_argument("--name", help="converted: what the folder is called in the table")
     parser.add_argument("--only", type=lambda text: text.split(";"), default=[], help="ours: these methods, by ;")
     parser.add_argument("--scores", type=lambda text: text.split(","), default=["our"], help="of heads, see scores.py")

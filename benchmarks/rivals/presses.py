@@ -5,10 +5,11 @@ them at all budgets. KVzip reads the context a second time to score it; that is 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _context(model: Any, row: dict, budgets: list[float], scores: dict[str, torc
     duo = {name: {at: kept for at, kept in each.items() if kept is not None} for name, each in duo.items()}
     if not (any(pruned.values()) or any(duo.values()) or zipped or original):
         return
-    presses = {(name, budget): _press(name, budget) for name, missing in pruned.items() for budget in missing}
+    presses = {(name, budget): press_of(name, budget) for name, missing in pruned.items() for budget in missing}
     full, held, spent, seconds = prefill(model, row, presses)
     if original:
         answers.ask(ORIGINAL, None, row, model, lambda: as_cache(full), 1.0, seconds)
@@ -78,7 +79,7 @@ def _context(model: Any, row: dict, budgets: list[float], scores: dict[str, torc
             _ask_masked(model, row, full, masks, answers, KVZIP, budget, took)
 
 
-def _press(name: str, budget: float) -> Any:
+def press_of(name: str, budget: float) -> Any:
     import kvpress
 
     makers: dict[str, Callable[[float], Any]] = {
@@ -139,16 +140,28 @@ def share_of(model: Any, row: dict, tensors: Tensors) -> float:
 Masks = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # what each layer's heads may no longer read
 
 
+@contextlib.contextmanager
+def masked(model: Any) -> Iterator[Callable[[Masks], None]]:
+    """Hands out what sets the masks that kvpress' attention obeys; they are gone afterwards."""
+
+    def mask(masks: Iterable) -> None:
+        for layer, each in zip(model.model.layers, masks, strict=True):
+            layer.self_attn.masked_key_indices = each
+
+    try:
+        yield mask
+    finally:
+        mask([None] * len(model.model.layers))
+
+
 def _ask_masked(
     model: Any, row: dict, full: Tensors, masks: Masks, answers: Answers, name: str, budget: float, seconds: float
 ) -> None:
     """kvpress masks where heads hold different tokens; the share is of what is not masked."""
-    for layer, masked in zip(model.model.layers, masks, strict=True):
-        layer.self_attn.masked_key_indices = masked
     share = 1 - sum(len(each[0]) for each in masks) / sum(keys[..., 0].numel() for keys, _ in full)
-    answers.ask(name, budget, row, model, lambda: as_cache(full), share, seconds)
-    for layer in model.model.layers:
-        layer.self_attn.masked_key_indices = None
+    with masked(model) as mask:
+        mask(masks)
+        answers.ask(name, budget, row, model, lambda: as_cache(full), share, seconds)
 
 
 def kept_groups(row: dict, budget: float, scores: torch.Tensor) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import random
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,11 +10,23 @@ from pathlib import Path
 
 from asking import ANSWERS, read_lines
 from conversions import OURS
+from costs import COSTS
 from presses import ORIGINAL
+from scores import CHOICE
 
 TASKS = ("needle", "needles", "lookup", "copying", "repetition")
 DRAWS, BLOCK = 1000, 16  # of the bootstrap; tokens of text that are drawn together
 LEVEL, AHEAD, BEHIND = "level within noise", "**ahead**", "behind"
+LABELS = {
+    "our": "ours, as a conversion chooses",
+    "damage": "ours, damage alone",
+    "duo": "DuoAttention, kvpress' quick scores",
+    "entropy": "attention entropy",
+    "ablation": "our reading of 2602.11374, ablation",
+    "layers": "our reading of 2512.20569, layers by KL",
+    "gates": "our reading of DuoAttention's gates",
+    "random": "random",
+}
 Key = tuple  # kind, length, example, place in the context
 
 
@@ -145,17 +158,112 @@ def read_answers(folder: Path) -> list[dict]:
 
 
 def document(options: argparse.Namespace) -> None:
-    """Print the tables of every length and budget."""
-    rows = [row for row in read_answers(options.output) if not row["method"].startswith("choice: ")]
+    """Print the tables, or put them between the marks of a page (`--page docs/rivals.md`) with their picture beside."""
+    rows = read_answers(options.output)
+    parts = {
+        "tables": tables([row for row in rows if not row["method"].startswith(CHOICE)]),
+        "costs": costs(read_lines(options.output / COSTS)),
+        "choices": choices(rows, options.output),
+    }
+    if options.page is None:
+        print("\n\n".join("\n".join(lines) for lines in parts.values()))
+        return
+    page = options.page.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        page = fill(page, name, lines)
+    options.page.write_text(page, encoding="utf-8")
+    picture(rows, options.output, options.page.parent / "images" / "heads-chosen.svg")
+
+
+def fill(page: str, name: str, lines: list[str]) -> str:
+    """What stands between the marks of this name is written anew."""
+    first, last = f"<!-- {name}: written by benchmarks/rivals -->", f"<!-- end of {name} -->"
+    if first not in page or last not in page:
+        raise SystemExit(f"The page has no marks {first} and {last} to write {name} between")
+    before, after = page.split(first)[0], page.split(last)[1]
+    return before + "\n".join([first, *lines, last]) + after
+
+
+def tables(rows: list[dict]) -> list[str]:
+    lines = []
     for length in sorted({row["length"] for row in rows}):
-        for budget in sorted(
-            {row["budget"] for row in rows if row["budget"] and row["length"] == length}, reverse=True
-        ):
+        for budget in sorted({row["budget"] or 0 for row in rows if row["length"] == length} - {0}, reverse=True):
             found = cells(rows, length, budget)
             if len(found) < 2:
                 continue
             some = next(iter(found.values()))
             asked = sum(len(answers) for answers in some.recall.values())
-            print(f"\n### {length:,} tokens, {budget:.0%} of the cache\n")
-            print(f"{len(some.contexts)} contexts, {asked} questions, {len(some.divergence) * BLOCK} tokens of text.\n")
-            print("\n".join(table(found)))
+            lines += ["", f"### {length:,} tokens, {budget:.0%} of the cache", ""]
+            lines.append(
+                f"{len(some.contexts)} contexts, {asked} questions, {len(some.divergence) * BLOCK} tokens of text."
+                + ("" if OURS in found else " Ours cannot be made so small.")
+            )
+            lines += ["", *table(found)]
+    return [*lines, ""]
+
+
+def costs(rows: list[dict]) -> list[str]:
+    lines = ["", "| | tokens | prompt, s | a token, ms |", "|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: row["length"]):
+        cols = [row["method"], f"{row['length']:,}", f"{row['prompt']:.1f}", f"{1000 * row['token']:.0f}"]
+        lines.append("| " + " | ".join(cols) + " |")
+    return [*lines, ""]
+
+
+def chosen(rows: list[dict], folder: Path) -> list[dict]:
+    """One row for each score of heads and share kept."""
+    found = []
+    for name in dict.fromkeys(row["method"] for row in rows if row["method"].startswith(CHOICE)):
+        path = folder / f"{name.removeprefix(CHOICE)}-scores.json"
+        seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
+        for share in sorted({row["budget"] for row in rows if row["method"] == name}):
+            each = gather(row for row in rows if row["method"] == name and row["budget"] == share)
+            label = LABELS.get(name.removeprefix(CHOICE), name)
+            cell = {"score": label, "share": share, "recall": each.mean_recall, "divergence": each.mean_divergence}
+            found.append(cell | {"seconds": seconds, "interval": recall_interval(each), "contexts": each.contexts})
+    most = max((len(cell["contexts"]) for cell in found), default=0)
+    return [cell for cell in found if len(cell["contexts"]) == most]
+
+
+def choices(rows: list[dict], folder: Path) -> list[str]:
+    cells = chosen(rows, folder)
+    shares = sorted({cell["share"] for cell in cells})
+    lines = ["", "| score of heads | CPU seconds | " + " | ".join(f"recall, {s:.0%} kept" for s in shares)]
+    lines[-1] += " | " + " | ".join(f"KL, {s:.0%} kept" for s in shares) + " |"
+    lines.append("|---" * (2 + 2 * len(shares)) + "|")
+    for name in dict.fromkeys(cell["score"] for cell in cells):
+        mine = {cell["share"]: cell for cell in cells if cell["score"] == name}
+        if len(mine) < len(shares):
+            continue
+        cols = [name, f"{next(iter(mine.values()))['seconds']:.0f}"]
+        for share in shares:
+            low, high = mine[share]["interval"]
+            cols.append(f"{mine[share]['recall']:.0%} ({low:.0%}-{high:.0%})")
+        cols += [f"{mine[share]['divergence']:.3f}" for share in shares]
+        lines.append("| " + " | ".join(cols) + " |")
+    return [*lines, ""]
+
+
+def picture(rows: list[dict], folder: Path, path: Path) -> None:
+    from attngap.charts.files import save
+    from attngap.charts.frame import altair
+    from attngap.charts.frame import rows as data
+
+    cells = chosen(rows, folder)
+    if not cells:
+        return
+    alt = altair()
+    for cell in cells:
+        cell["score"] = f"{cell['score']} ({cell['seconds']:.0f} s)"
+    base = alt.Chart(data(cells, ["score", "share", "recall", "divergence"])).mark_line(point=True)
+    across = alt.X("share:Q", title="share of groups kept", scale=alt.Scale(type="log"), axis=alt.Axis(format="%"))
+    color = alt.Color("score:N", title="score of heads")
+    up = {"recall": alt.Axis(format="%"), "divergence": alt.Axis()}
+    titles = {"recall": "mean recall", "divergence": "KL, nats a token"}
+    charts = [
+        base.encode(x=across, y=alt.Y(f"{name}:Q", title=titles[name], axis=axis), color=color).properties(
+            width=320, height=260
+        )
+        for name, axis in up.items()
+    ]
+    save(alt.hconcat(*charts), path)

@@ -1,0 +1,128 @@
+"""What each method costs on one context: CPU seconds at one thread to read and compress it, and a token after it."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from asking import read_lines
+from contexts import contexts
+from conversions import (
+    OURS,
+    THROUGHOUT,
+    Parts,
+    best,
+    handed_over,
+    load_parts,
+    read_exactly,
+    read_scores,
+    read_throughout,
+)
+from presses import (
+    DUO,
+    KVZIP,
+    ORIGINAL,
+    PRUNING,
+    as_cache,
+    kept_groups,
+    load,
+    masked,
+    prefill,
+    press_of,
+    quick_scores,
+    streaming_masks,
+    zip_masks,
+)
+
+COSTS = "costs.jsonl"
+WARM, TOKENS = 2, 12  # of decoding, before and while it is timed
+
+
+class Costs:
+    """A file of costs at one length; what is there is not measured again."""
+
+    def __init__(self, folder: Path, length: int):
+        self.path, self.length = folder / COSTS, length
+        self.row = next(row for row in contexts(folder) if row["length"] == length and row["kind"] == "text")
+        self.done = {row["method"] for row in read_lines(self.path) if row["length"] == length}
+
+    @torch.no_grad()
+    def note(self, method: str, compress: Callable[[], tuple[Any, Any]]) -> None:
+        """`compress` reads the context; it gives the model that goes on and its cache."""
+        if method in self.done:
+            return
+        start = time.process_time()
+        model, cache = compress()
+        prompt = time.process_time() - start
+        line = {"method": method, "length": self.length, "prompt": prompt, "token": self._token(model, cache)}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+
+    def _token(self, model: Any, cache: Any) -> float:
+        spent = []
+        for i in range(WARM + TOKENS):
+            start, place = time.process_time(), torch.tensor([[len(self.row["context"]) + i]])
+            model(input_ids=torch.tensor([[i]]), past_key_values=cache, position_ids=place, use_cache=True)
+            spent.append(time.process_time() - start)
+        return sum(spent[WARM:]) / TOKENS
+
+
+def kvpress_costs(options: argparse.Namespace) -> None:
+    """Of the original and of kvpress' methods at the first budget, in kvpress' environment."""
+    model = load(options.output)
+    for length in options.lengths:
+        _kvpress_costs(Costs(options.output, length), model, options.budgets[0], options.output)
+
+
+def _kvpress_costs(costs: Costs, model: Any, budget: float, folder: Path) -> None:
+    costs.note(ORIGINAL, lambda: (model, as_cache(prefill(model, costs.row, {})[0])))
+    for name in PRUNING:
+        press = press_of(name, budget)
+        costs.note(name, lambda press=press: (model, as_cache(prefill(model, costs.row, {0: press})[1][0])))
+    with masked(model) as mask:
+        costs.note(DUO, lambda: _duo(model, costs.row, budget, folder, mask))
+    with masked(model) as mask:
+        costs.note(KVZIP, lambda: _zip(model, costs.row, budget, mask))
+
+
+def _duo(model: Any, row: dict, budget: float, folder: Path, mask: Callable) -> tuple[Any, Any]:
+    full = prefill(model, row, {})[0]
+    kept = kept_groups(row, budget, quick_scores(model, folder, None))
+    if kept is not None:
+        mask(streaming_masks(kept, len(row["context"]), full))
+    return model, as_cache(full)
+
+
+def _zip(model: Any, row: dict, budget: float, mask: Callable) -> tuple[Any, Any]:
+    full = prefill(model, row, {})[0]
+    mask(zip_masks(model, row, full, [budget])[budget])
+    return model, as_cache(full)
+
+
+def our_costs(options: argparse.Namespace) -> None:
+    """Of the original and of ours at the first budget, in our environment."""
+    parts = load_parts(options.output, options.model, options.window)
+    scores = read_scores(options.output, "our")
+    if scores is None:
+        raise SystemExit("Ours needs scores of heads first: python benchmarks/rivals scores")
+    for length in options.lengths:
+        _our_costs(Costs(options.output, length), parts, scores, options.budgets[0])
+
+
+def _our_costs(costs: Costs, parts: Parts, scores: list[list[float]], budget: float) -> None:
+    tokens = costs.row["context"]
+    costs.note(f"{ORIGINAL}, our environment", lambda: (parts.original, _whole(parts.original, tokens)))
+    count = parts.affordable(budget, len(tokens))
+    if count < 0:
+        return
+    model = parts.convert(best(parts, scores, count))
+    costs.note(OURS, lambda: (model, handed_over(model, read_exactly(parts.original, tokens)[0])))
+    costs.note(THROUGHOUT, lambda: (model, read_throughout(model, tokens)[0]))
+
+
+def _whole(original: Any, tokens: list[int]) -> Any:
+    return as_cache([(layer.k, layer.v) for layer in read_exactly(original, tokens)[0]])
