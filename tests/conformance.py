@@ -16,7 +16,7 @@ from attngap.errors import AttngapError
 from attngap.models.capture import capture
 from attngap.models.compat import DynamicCache
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
-from attngap.models.save import Base, describe, mark, weights_hash
+from attngap.models.save import Base, conversion_record, set_conversion, weights_hash
 from attngap.models.swap import LayerShape, check_replaceable, layer_shapes, swap
 from tests.zoo_architectures import Architecture
 
@@ -153,7 +153,7 @@ def saved(model: PreTrainedModel, converted: PreTrainedModel, options: dict, tok
         model.save_pretrained(Path(folder) / "base")
         words.save_pretrained(Path(folder) / "base")
         name = str(Path(folder) / "base")
-        mark(converted, describe(converted, options, plan(model, name), base(model, name), lora=0))
+        set_conversion(converted, conversion_record(converted, options, plan(model, name), base(model, name), lora=0))
         attngap.save(converted, Path(folder) / "converted", tokenizer=words)
         again, _ = attngap.load(Path(folder) / "converted")
         return outputs(again, tokens)

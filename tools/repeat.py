@@ -7,20 +7,21 @@ Run it before and after a change that should change no result, and compare what 
 """
 
 import hashlib
-import string
 import struct
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import attngap
 from attngap.conversion.evaluate import Measures
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests import zoo
+
 TEXT = " ".join(f"{i} bottles of beer on the wall, {i} bottles of beer. take one down!" for i in range(600))
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 DIAGNOSIS: dict[str, Any] = {"context": 64, "passages": 2, "ranks": (2, 4), "window": 6, "sinks": 2, "verify": 3}
 CONVERSION: dict[str, Any] = {
     "context": 64,
@@ -37,8 +38,8 @@ NUMBERS = ("entropy", "far", "kappa", "induction", "floor", "ceiling", "fit", "d
 
 def main() -> None:
     torch.set_num_threads(1)  # the number of threads decides the order of sums
-    for name, model in (("decoder", decoder()), ("encoder", encoder())):
-        words = tokenizer()
+    for name, model in (("decoder", zoo.tiny("llama")), ("encoder", zoo.tiny("bert"))):
+        words = zoo.tokenizer()
         found = attngap.diagnose(model, words, TEXT, name="tiny", **DIAGNOSIS)
         say(name, "diagnosis", [getattr(head, field) for head in found.heads for field in NUMBERS])
         verified = found.verification
@@ -69,38 +70,6 @@ def say(name: str, what: str, numbers: Iterable[float | None]) -> None:
     found = [float("nan") if number is None else float(number) for number in numbers]
     digest = hashlib.sha256(struct.pack(f"<{len(found)}d", *found)).hexdigest()[:16]
     print(f"{name:8} {what:28} {len(found):6} {digest}", flush=True)
-
-
-def decoder() -> Any:
-    config = transformers.LlamaConfig(
-        **SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256
-    )
-    return sharpened(transformers.LlamaForCausalLM, config)
-
-
-def encoder() -> Any:
-    return sharpened(
-        transformers.BertModel, transformers.BertConfig(**SIZES, num_attention_heads=4, max_position_embeddings=256)
-    )
-
-
-def sharpened(kind: Any, config: Any) -> Any:
-    """A random model whose heads differ from uniform attention."""
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight.mul_(6)
-    return model
-
-
-def tokenizer() -> Any:
-    """One token per character."""
-    letters = ["[PAD]", *string.printable.replace("\x0b", "").replace("\x0c", "")][: SIZES["vocab_size"]]
-    inner = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="a"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]")
 
 
 if __name__ == "__main__":

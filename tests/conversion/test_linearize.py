@@ -14,7 +14,7 @@ from attngap.conversion.options import ConversionOptions
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
 from attngap.errors import AttngapError
 from attngap.models.plan import Plan, Replacement
-from attngap.models.save import load_converted, read_record, record
+from attngap.models.save import conversion_of, load_converted, read_record
 from attngap.models.swap import mixed_heads
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from tests import zoo
@@ -211,7 +211,7 @@ def test_an_overwrite_killed_halfway_is_never_half_of_each(tmp_path, monkeypatch
         load_converted(tmp_path)
     second, _ = linearize(model, words, made, TEXT, **other, directory=tmp_path)  # goes on, and needs not be told twice
     saved = read_record(tmp_path)
-    assert saved.plan.keep == record(second).plan.keep
+    assert saved.plan.keep == conversion_of(second).plan.keep
     adapter = load_file(tmp_path / "adapter.safetensors")
     assert all(torch.equal(adapter[name], weight) for name, weight in parameters(second).items())
     assert not any(torch.equal(parameters(first)[name], parameters(second)[name]) for name in ADAPTED)

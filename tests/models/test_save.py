@@ -13,7 +13,7 @@ import attngap
 from attngap.conversion.evaluate import Measures
 from attngap.conversion.linearize import linearize
 from attngap.errors import AttngapError
-from attngap.models.save import load_converted, record, save, weights_hash
+from attngap.models.save import conversion_of, load_converted, save, weights_hash
 from tests.conversion.small import TEXT, plan
 from tests.zoo import tiny, tokenizer
 
@@ -59,8 +59,8 @@ def test_adapter_round_trip_to_the_bit(base, tmp_path):
         assert torch.equal(logits(again), logits(model))
     assert AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids == words("abc").input_ids
     assert (tmp_path / "adapter.safetensors").stat().st_size < (base / "model.safetensors").stat().st_size
-    again = record(attngap.load(tmp_path)[0])
-    assert (again.layers, again.plan, again.base) == (record(model).layers, record(model).plan, record(model).base)
+    again, before = conversion_of(attngap.load(tmp_path)[0]), conversion_of(model)
+    assert (again.layers, again.plan, again.base) == (before.layers, before.plan, before.base)
 
 
 def test_a_folder_of_the_schema_before_still_loads(base, tmp_path):

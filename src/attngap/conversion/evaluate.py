@@ -27,7 +27,7 @@ from attngap.heads.forward import predicts_next
 from attngap.heads.passages import passages
 from attngap.heads.replacement import window_only
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.save import record, weights_hash
+from attngap.models.save import conversion_of, weights_hash
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 from attngap.provenance import provenance
 
@@ -67,7 +67,7 @@ def evaluate(
 
     >>> receipt = attngap.evaluate(model, converted, tokenizer, lengths=(1024, 4096))  # doctest: +SKIP
     """
-    conversion = record(converted)
+    conversion = conversion_of(converted)
     if weights_hash(original) != conversion.base.sha256:
         raise AttngapError(
             f"evaluate: the original is not the model that this one was converted from, {conversion.base.name!r}. "

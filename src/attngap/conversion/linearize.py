@@ -19,7 +19,7 @@ from attngap.heads.replacement import build_replacement, resolve_replacement
 from attngap.models.mode import in_evaluation
 from attngap.models.plan import Plan, Replacement, architecture
 from attngap.models.positions import layer_positions
-from attngap.models.save import CARD, RECORD, Base, describe, mark, record, save, weights_hash
+from attngap.models.save import CARD, RECORD, Base, conversion_of, conversion_record, save, set_conversion, weights_hash
 from attngap.models.swap import LayerShape, check_replaceable, layer_shapes
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from attngap.storage.files import write_text
@@ -89,7 +89,9 @@ def linearize(
         base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
         final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
-        mark(converted, describe(converted, {i: o for i, (_, o) in built.items()}, final, base, options.lora))
+        set_conversion(
+            converted, conversion_record(converted, {i: o for i, (_, o) in built.items()}, final, base, options.lora)
+        )
         receipt = run.receipt(kept)
         if folder is not None:
             checkpoint.put(SAVING, {})  # first: a model in the folder is from here on this run's own
@@ -100,7 +102,7 @@ def linearize(
             receipt = receipt.with_figures(found, seconds=run.seconds)
             if folder is not None:
                 receipt.save(folder)
-                write_text(folder / CARD, model_card(receipt, record(converted)))
+                write_text(folder / CARD, model_card(receipt, conversion_of(converted)))
     return converted, receipt
 
 
@@ -131,7 +133,7 @@ def _save(
     receipt: Receipt,
 ) -> None:
     with publish(folder, RECORD) as draft:
-        card = model_card(receipt, record(converted))
+        card = model_card(receipt, conversion_of(converted))
         save(converted, draft, tokenizer=tokenizer, original=original, card=card, place=folder)
         receipt.save(draft)
 

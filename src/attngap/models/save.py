@@ -85,12 +85,12 @@ class Conversion(_Strict):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def mark(model: PreTrainedModel, conversion: Conversion) -> None:
-    """Let the model know how it was converted, for `record` and `save`."""
+def set_conversion(model: PreTrainedModel, conversion: Conversion) -> None:
+    """Let the model know how it was converted, for `conversion_of` and `save`."""
     object.__setattr__(model, "conversion", conversion)
 
 
-def record(model: PreTrainedModel) -> Conversion:
+def conversion_of(model: PreTrainedModel) -> Conversion:
     """How this model was converted; an error for one that was not."""
     found = getattr(model, "conversion", None)
     if not isinstance(found, Conversion):
@@ -126,7 +126,7 @@ def save(
 
     >>> attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)  # doctest: +SKIP
     """
-    conversion = record(model)
+    conversion = conversion_of(model)
     folder = Path(directory)
     place = Path(directory if place is None else place)
     plain = undone(model)
@@ -316,11 +316,11 @@ def assemble(original: PreTrainedModel, conversion: Conversion) -> PreTrainedMod
     converted = swap(original, {each.layer: (each.build(), each.keep) for each in conversion.layers})
     if conversion.lora:
         add_lora(converted, conversion.lora)
-    mark(converted, conversion)
+    set_conversion(converted, conversion)
     return converted
 
 
-def describe(
+def conversion_record(
     converted: PreTrainedModel, options: dict[int, dict[str, Any]], plan: Plan, base: Base, lora: int
 ) -> Conversion:
     """The record of a model just converted; `options` are those its mechanisms were built with, by layer."""

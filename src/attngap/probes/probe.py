@@ -13,7 +13,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.probes.model import Decoder, ModelOptions, replicate
 from attngap.probes.presets import preset
-from attngap.probes.runs import describe, finished, in_threads, run_all
+from attngap.probes.runs import finished, in_threads, run_all, scores_and_sizes
 from attngap.probes.spec import make_spec
 from attngap.probes.summary import Summary, summarize
 from attngap.probes.tasks.base import Task
@@ -117,7 +117,7 @@ def _train_object(spec: dict[str, Any], mechanism: Any, threads: int) -> Record:
         trained = train(decoder, task, options, learning_rate=spec["learning_rate"], seed=spec["seed"])
     spec = {**spec, "mechanism": decoder.mixers[0].mechanism.name}
     facts = provenance(seed=spec["seed"], threads=threads)
-    return Record(spec_key(spec), spec, describe(task, decoder, trained), facts, finished="")
+    return Record(spec_key(spec), spec, scores_and_sizes(task, decoder, trained), facts, finished="")
 
 
 def _factory(function: Any) -> Callable[[ModelOptions], Mechanism]:

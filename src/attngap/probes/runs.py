@@ -39,7 +39,7 @@ def execute(job: ProbeJob, report: Report | None = None) -> dict[str, Any]:
         file = Path(job.checkpoints) / f"{spec_key(spec)}.safetensors" if job.checkpoints else None
         rate, seed = spec["learning_rate"], spec["seed"]
         trained = train(model, task, options, learning_rate=rate, seed=seed, checkpoints=file, report=report)
-    return {"result": describe(task, model, trained), "provenance": provenance(seed=seed, threads=job.threads)}
+    return {"result": scores_and_sizes(task, model, trained), "provenance": provenance(seed=seed, threads=job.threads)}
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def _watched(watch: Watch, job: ProbeJob) -> dict[str, Any]:
     return execute(job, functools.partial(watch, job.spec))
 
 
-def describe(task: Task, model: Decoder, trained: Trained) -> dict[str, Any]:
+def scores_and_sizes(task: Task, model: Decoder, trained: Trained) -> dict[str, Any]:
     """What is stored of a run: its scores, and what they are to be measured against."""
     rank, floats = model.state_rank(task.tokens), model.state_floats(task.tokens)
     bounded = floats == model.state_floats(2 * task.tokens)  # the law is about memories of fixed size
