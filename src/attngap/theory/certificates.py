@@ -4,7 +4,7 @@ Everything takes `(..., n, n)` or `(..., rows, keys)`, batched over leading axes
 about one head's weights. They say nothing about the network around it.
 """
 
-from attngap.theory.rank_bounds import Ceiling, Floor, ceiling, floor
+from attngap.theory.rank_bounds import Ceiling, Floor, ceiling, floor, weighted_floor
 from attngap.theory.recall import Retrieval, crosstalk, retrieval
 from attngap.theory.selectivity import Selection, selection
 
@@ -18,4 +18,5 @@ __all__ = [
     "floor",
     "retrieval",
     "selection",
+    "weighted_floor",
 ]

@@ -107,6 +107,34 @@ def floor(
     )
 
 
+def weighted_floor(
+    weights: Float[Tensor, "*heads n n"],
+    rows: Float[Tensor, "*heads n"],
+    columns: Float[Tensor, "*heads n"],
+    rank: int | Sequence[int],
+    window: int = 0,
+    sinks: int = 0,
+    *,
+    causal: bool = True,
+    cells: int | Sequence[int] = FLOOR_CELLS,
+) -> Floor:
+    """Certified lower bound on the sum of rows_i^2 columns_j^2 (A_ij - W_ij)^2 over the same W (docs/theory.md 3.7).
+
+    Scaling rows and columns keeps the rank of every block, so it is the floor of diag(rows) A diag(columns). Weights of
+    pairs that are no such product give no bound (6.7), and none of this bounds what the model loses (6.8).
+
+    >>> eye = torch.eye(4, dtype=torch.float64).flip(0).tril()
+    >>> weighted_floor(eye, torch.zeros(4), torch.ones(4), 1).value.item()  # rows that nothing reads
+    0.0
+    """
+    for name, scale in (("rows", rows), ("columns", columns)):
+        if not scale.isfinite().all() or (scale < 0).any():
+            raise AttngapError(f"weighted_floor: {name} must be finite and not negative, got {scale.min():g} or worse")
+    # The two roundings of an entry are within what `blocks.tails` takes off: it counts a unit roundoff twice.
+    scaled = rows.double()[..., :, None] * weights.double() * columns.double()[..., None, :]
+    return floor(scaled, rank, window, sinks, causal=causal, cells=cells)
+
+
 def ceiling(
     weights: Float[Tensor, "*heads n n"],
     rank: int | Sequence[int],

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attngap.theory.rank_bounds import ceiling, floor
+from attngap.theory.rank_bounds import ceiling, floor, weighted_floor
 from attngap.theory.recurrences import causal_softmax
 from attngap.theory.separation import law
 from attngap.theory.statements import Statement, require
@@ -70,19 +70,46 @@ def truncated_svd() -> str:
     return f"a randomized SVD gives a tail of {claimed:.4f} where the true one is {true:.4f}: not a lower bound"
 
 
-def head_without_effect() -> str:
+def _unread_head() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A head's weights, its values, and the one direction in which the next layer reads: no value has any of it."""
     generator = torch.Generator().manual_seed(2)
     n, width = 24, 4
     head = causal_softmax(n, 4.0, generator)
-    built = ceiling(head, 1)
-    assert built.weights is not None
     value = torch.randn(n, width, generator=generator, dtype=torch.float64)
     project = torch.randn(width, 1, generator=generator, dtype=torch.float64)
-    blind = value - value @ project @ project.mT / project.square().sum()  # the next layer reads along `project` only
-    change = ((head - built.weights) @ blind @ project).abs().max().item()
+    return head, value - value @ project @ project.mT / project.square().sum(), project
+
+
+def head_without_effect() -> str:
+    head, value, project = _unread_head()
+    built = ceiling(head, 1)
+    assert built.weights is not None
+    change = ((head - built.weights) @ value @ project).abs().max().item()
     bound = floor(head, 1).value.item()
     require(bound > 0.5 and change < 1e-12, f"floor {bound}, change {change}")
     return f"a head with a floor of {bound:.1f} is replaced and the network's output moves by {change:.0e}"
+
+
+def pair_weights() -> str:
+    n = 16
+    mean = torch.ones(n, n, dtype=torch.float64).tril() / torch.arange(1, n + 1)[:, None]  # a state of rank 1 is exact
+    pairs = torch.rand(n, n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    claimed = floor(pairs * mean, 1, cells=n).value.item()
+    product = weighted_floor(mean, pairs[:, 0], pairs[0], 1, cells=n).value.item()
+    require(claimed > 0.01 and product < 1e-12, f"tails of weighted pairs {claimed}, of rows and columns {product}")
+    return f"the running mean is exact at rank 1; weighted by pairs its tails are {claimed:.2f}, by rows and columns 0"
+
+
+def weighted_head_without_effect() -> str:
+    head, value, project = _unread_head()
+    gradient = project.norm().expand(len(head))  # of any row: the reader's own direction
+    columns = (value - value.mean(0)).norm(dim=-1)
+    bound = weighted_floor(head, gradient, columns, 1).value.item()
+    built = ceiling(head, 1)
+    assert built.weights is not None
+    change = ((head - built.weights) @ value @ project).abs().max().item()
+    require(bound > 0.5 and change < 1e-12, f"weighted floor {bound}, change {change}")
+    return f"gradients and values are large, the weighted floor is {bound:.1f}, and the output moves by {change:.0e}"
 
 
 COUNTEREXAMPLES = (
@@ -92,4 +119,6 @@ COUNTEREXAMPLES = (
     Statement("6.4", "outputs for fixed V can be matched exactly once r = d_v", outputs_attained),
     Statement("6.5", "a randomized SVD overstates the tail, so ours uses every eigenvalue", truncated_svd),
     Statement("6.6", "a head's floor says nothing about a network that does not read it", head_without_effect),
+    Statement("6.7", "weights of pairs that are no product of rows and columns give no floor", pair_weights),
+    Statement("6.8", "a weighted floor can be large where replacing costs nothing", weighted_head_without_effect),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attngap.theory.capacity import capacity, recall
-from attngap.theory.rank_bounds import ceiling, floor
+from attngap.theory.rank_bounds import ceiling, floor, weighted_floor
 from attngap.theory.recall import crosstalk, retrieval
 from attngap.theory.recurrences import RECURRENCES, causal_softmax, recurrent_weights
 from attngap.theory.statements import Statement, require
@@ -89,6 +89,27 @@ def bidirectional_is_tight() -> str:
     return f"floor {low:.6f} = tail = ceiling {high:.6f}"
 
 
+def weighted_floor_is_a_floor() -> str:
+    """The best row scaling of a recurrence does not depend on the weights of rows, but does on those of columns."""
+    generator = torch.Generator().manual_seed(9)
+    target = causal_softmax(N, 3.0, generator)
+    rows, columns = (torch.rand(N, generator=generator, dtype=torch.float64).square() for _ in range(2))
+    bound = weighted_floor(target, rows, columns, 3, cells=N).value.item()
+    nearest = math.inf
+    for name, (rank, make) in RECURRENCES.items():
+        if rank(3) > 3:
+            continue
+        made = make(N, 3, generator)
+        read, wanted = made * columns, target * columns
+        row_scale = (read * wanted).sum(-1, keepdim=True) / read.square().sum(-1, keepdim=True).clamp(min=1e-30)
+        error = (rows[:, None] * (wanted - row_scale * read)).square().sum().item()
+        require(error >= bound, f"{name} has error {error}, below the weighted floor {bound}")
+        nearest = min(nearest, error)
+    built = ceiling(rows[:, None] * target * columns, 3, stride=1).value.item()
+    require(0 < bound <= built, f"weighted floor {bound}, weights of that rank reach {built}")
+    return f"weighted floor {bound:.4f} <= built {built:.4f} <= best of the random recurrences {nearest:.4f}"
+
+
 def first_retrieval_law() -> str:
     generator = torch.Generator().manual_seed(5)
     half = 12
@@ -161,6 +182,7 @@ RANK = (
     Statement("3.4", "the sweep builds a valid matrix whose error is at most the sum of the tails", ceiling_is_valid),
     Statement("3.5", "window and sinks leave an inclusive triangle", window_and_sinks),
     Statement("3.6", "for bidirectional attention floor and ceiling meet: Eckart-Young", bidirectional_is_tight),
+    Statement("3.7", "a floor whose rows and columns are weighted is still a floor", weighted_floor_is_a_floor),
     Statement(
         "4.1",
         "R1: nonnegative weights of rank r bring a total mean mass of at most r to their targets",
