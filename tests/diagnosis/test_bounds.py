@@ -1,9 +1,10 @@
 """A layer's certificates: the sandwich, and what the ceiling's weights do to the output."""
 
+import numpy as np
 import pytest
 import torch
 
-from attngap.diagnosis.bounds import CELLS, TENSORS, bounds
+from attngap.diagnosis.bounds import CELLS, TENSORS, bounds, weighted_floors
 from attngap.theory.certificates import ceiling, floor
 
 RANKS = (2, 4, 8)
@@ -65,3 +66,25 @@ def test_processes_and_this_process_give_the_same_numbers(monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(getattr(found[0], name), getattr(found[1], name)) for name in TENSORS)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_weighted_floors_bound_the_weighted_error_of_weights_of_that_rank(causal):
+    """Against the definition: SVDs by numpy of the scaled matrix, and weights that were built at that rank."""
+    generator = torch.Generator().manual_seed(2)
+    a, v = weights(causal), torch.randn(3, 40, 5, generator=generator)
+    s = torch.rand(3, 40, generator=generator)
+    found = weighted_floors(a, s, v, RANKS, window=4, sinks=2, causal=causal)
+    c = (v - v.mean(1, keepdim=True)).norm(dim=-1)
+    near = {"window": 4, "sinks": 2} if causal else {}
+    for head in range(3):
+        scaled = s[head][:, None].double() * a[head].double() * c[head].double()
+        for place, rank in enumerate(RANKS):
+            built = ceiling(a[head], rank, **near, causal=causal).weights
+            error = (s[head][:, None] * (a[head] - built) * c[head]).square().sum() / 80
+            assert found[head, place] <= error + 1e-9
+            if not causal:
+                tail = np.square(np.linalg.svd(scaled.numpy(), compute_uv=False)[rank:]).sum() / 80
+                assert found[head, place] == pytest.approx(tail, abs=1e-9)
+    assert (found[:, 0] > 0).all()
+    assert weighted_floors(a, 3 * s, v, RANKS, window=4, sinks=2, causal=causal) == pytest.approx(9 * found, rel=1e-6)

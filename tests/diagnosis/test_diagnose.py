@@ -49,6 +49,9 @@ def test_every_head_is_complete(found):
         assert head.damage == pytest.approx(head.unavoidable + head.lost)
         assert head.recall_damage == pytest.approx(head.recall_unavoidable + head.recall_lost)
         assert head.stress_floor == head.stress_floors[OPTIONS["ranks"].index(found.rank)]
+        assert head.weighted_floor == head.weighted_floors[1] <= head.weighted_floors[0]
+        assert head.stress_weighted_floor == head.stress_weighted_floors[1]
+        assert (head.weighted_floors[0] > 0) == (head.floors[0] > 0)
         assert (head.kappa >= 1) == (head.n_star >= OPTIONS["context"])
         assert head.n_star == pytest.approx(1 + 47**head.kappa)
         assert set(head.errors) == {"elu", "relu", "favor", "hedgehog", "window"}
@@ -116,6 +119,7 @@ def test_saved_and_loaded(found, tmp_path):
         assert pictures["text"].max() > 100
     table = loaded.to_pandas()
     assert len(table) == 8
+    assert {"weighted_floor_2", "stress_weighted_floor_4"} <= set(table.columns)
     assert {"floor_2", "floor_4", "error_elu", "damage", "stress_floor_2"} <= set(table.columns)
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from attngap.heads.damage import CAP, label_directions, projections, random_directions, score
+from attngap.heads.damage import CAP, draw_labels, label_directions, projections, random_directions, score
 from attngap.heads.forward import embedding, forward, is_language_model
 from attngap.models.capture import capture
 from tests import zoo
@@ -73,6 +73,26 @@ def test_a_longer_list_of_changes_is_projected_at_once():
     both = projected(model, ids, lambda call: torch.stack([one_token(call), 2 * one_token(call)]), draws=2)
     assert both[LAYER].shape == (2, 2, 4, 12)
     assert torch.allclose(both[LAYER][:, 1], 2 * both[LAYER][:, 0])
+
+
+def test_gradients_that_are_shown_are_those_of_the_loss():
+    """Against automatic differentiation of the drawn labels' log-probability, through torch's own loss."""
+    model, ids = zoo.tiny("llama").double(), zoo.tokens(1, 12)
+    shown, generator = {}, torch.Generator().manual_seed(4)
+    read = lambda: forward(model, ids).logits  # noqa: E731
+    projections(model, read, one_token, label_directions, generator, observe=shown.__setitem__)
+    labels = draw_labels(read().softmax(-1), 1, torch.Generator().manual_seed(4))[..., 0]
+    leaves = {}
+
+    def add_leaf(call):
+        leaves[call.layer] = torch.zeros_like(call.output, requires_grad=True)
+        return call.output + leaves[call.layer]
+
+    with capture(model, add_leaf):
+        loss = torch.nn.functional.cross_entropy(read()[0], labels[0], reduction="sum")
+        grads = torch.autograd.grad(-loss, list(leaves.values()))
+    assert set(shown) == set(leaves)
+    assert all(torch.allclose(shown[layer], grad[0]) for layer, grad in zip(leaves, grads, strict=True))
 
 
 def test_the_model_keeps_its_gradients_and_draws_repeat():

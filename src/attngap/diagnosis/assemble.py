@@ -84,6 +84,7 @@ def _statistics(run: DiagnosisRun, layer: int) -> list[dict[str, Any]]:
 def _certificates(run: DiagnosisRun, layer: int, rank: int) -> list[dict[str, Any]]:
     first, stress = _piece(run, f"deep-0-{layer}"), _piece(run, f"deep-{STRESS}-{layer}")
     linear = _piece(run, f"rows-0-{layer}")["linear"]
+    read, stress_read = (_piece(run, f"damage-{name}")[f"weighted-{layer}"] for name in ("0", STRESS))
     place = run.options.ranks.index(rank)
     rows: list[dict[str, Any]] = []
     for head in range(run.shape.heads):
@@ -99,6 +100,10 @@ def _certificates(run: DiagnosisRun, layer: int, rank: int) -> list[dict[str, An
             "ceilings": first["ceiling"][head].tolist(),
             "stress_floors": stress["floor"][head].tolist(),
             "stress_ceilings": stress["ceiling"][head].tolist(),
+            "weighted_floor": float(read[head, place]),
+            "stress_weighted_floor": float(stress_read[head, place]),
+            "weighted_floors": read[head].tolist(),
+            "stress_weighted_floors": stress_read[head].tolist(),
             "far_weight": float(first["far"][head]),
             "spectrum": [float(f"{value:.4g}") for value in first["spectrum"][head].tolist()],
         }

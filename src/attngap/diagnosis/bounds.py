@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attngap.engine import run
 from attngap.errors import AttngapError
-from attngap.theory.certificates import ceiling, floor
+from attngap.theory.certificates import ceiling, floor, weighted_floor
 
 # Cuts of the floor's recursion: a third of the default's time, and the same floor but for the third digit.
 CELLS = (4, 2)
@@ -45,19 +46,58 @@ def bounds(
 ) -> Bounds:
     """Certificates of each head, one process per head: many small steps, at which threads wait for each other."""
     near = (window, sinks) if causal else (0, 0)
-    task = functools.partial(_of_head, ranks=[min(rank, weights.shape[-1]) for rank in ranks], near=near, causal=causal)
+    task = functools.partial(_of_head, ranks=_possible(ranks, weights), near=near, causal=causal)
     # A view would take the whole layer along to its process.
-    jobs = [(weights[head].clone(), values[head].clone()) for head in range(weights.shape[0])]
-    found: dict[int, Bounds] = {}
+    ordered = _each_head(task, [(weights[head].clone(), values[head].clone()) for head in range(weights.shape[0])])
+    stacked = {name: torch.stack([getattr(one, name) for one in ordered]) for name in TENSORS}
+    return Bounds(**stacked, cuts=ordered[0].cuts, possible=ordered[0].possible)
+
+
+def weighted_floors(
+    weights: Float[Tensor, "h t t"],
+    gradients: Float[Tensor, "h t"],
+    values: Float[Tensor, "h t dv"],
+    ranks: Sequence[int],
+    *,
+    window: int,
+    sinks: int,
+    causal: bool,
+) -> Float[Tensor, "h ranks"]:
+    """Floors in which errors count by what the model reads: the size of its gradient at the row, of the key's value.
+
+    `gradients` are root mean squares of |g_i|, g_i the gradient of the labels' log-probability at row i of the head's
+    output. Half the weighted squared error per row: the damage to second order if g_i lay along all errors of its row
+    and those of its keys were orthogonal. Certified as a bound on the error in this metric, not on damage
+    (docs/theory.md 3.7, 6.8).
+    """
+    near = (window, sinks) if causal else (0, 0)
+    lengths = (values - values.mean(1, keepdim=True)).norm(dim=-1)
+    task = functools.partial(_weighted_of_head, ranks=_possible(ranks, weights), near=near, causal=causal)
+    jobs = [(weights[head].clone(), gradients[head].clone(), lengths[head].clone()) for head in range(len(weights))]
+    return torch.stack(_each_head(task, jobs)) / (2 * weights.shape[1])
+
+
+def _possible(ranks: Sequence[int], weights: Tensor) -> list[int]:
+    return [min(rank, weights.shape[-1]) for rank in ranks]
+
+
+def _each_head(task: Callable[[Any], Any], jobs: Sequence[tuple[Tensor, ...]]) -> list[Any]:
+    """The result of every head, in order."""
+    found: dict[int, Any] = {}
     with _one_thread() as threads:
-        workers = min(threads, len(jobs)) if weights.shape[-1] >= PARALLEL_FROM else 1
+        workers = min(threads, len(jobs)) if jobs[0][0].shape[-1] >= PARALLEL_FROM else 1
         for outcome in run(task, jobs, workers=workers):
             if outcome.error is not None:
                 raise AttngapError(f"The bounds of head {outcome.index} failed: {outcome.error}")
             found[outcome.index] = outcome.value
-    ordered = [found[head] for head in range(len(jobs))]
-    stacked = {name: torch.stack([getattr(one, name) for one in ordered]) for name in TENSORS}
-    return Bounds(**stacked, cuts=ordered[0].cuts, possible=ordered[0].possible)
+    return [found[head] for head in range(len(jobs))]
+
+
+def _weighted_of_head(
+    job: tuple[Tensor, Tensor, Tensor], *, ranks: Sequence[int], near: tuple[int, int], causal: bool
+) -> Tensor:
+    with _one_thread():
+        return weighted_floor(*job, ranks, *near, causal=causal, cells=CELLS).value
 
 
 def _of_head(job: tuple[Tensor, Tensor], *, ranks: Sequence[int], near: tuple[int, int], causal: bool) -> Bounds:

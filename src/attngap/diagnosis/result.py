@@ -77,6 +77,11 @@ class Head(_Strict):
     ceilings: list[float] | None = None
     stress_floors: list[float] | None = None
     stress_ceilings: list[float] | None = None
+    # certified as well, errors counted by what the model reads; half the weighted squared error per token
+    weighted_floor: float | None = None
+    stress_weighted_floor: float | None = None
+    weighted_floors: list[float] | None = None
+    stress_weighted_floors: list[float] | None = None
     far_weight: float | None = None
     spectrum: list[float] | None = None
     # replacements: relative squared output error

@@ -14,6 +14,7 @@ from attngap.diagnosis.layers import examine, fit, monotonicity
 from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.diagnosis.survey import survey
+from attngap.diagnosis.weighted import ReadWeights
 from attngap.errors import AttngapError
 from attngap.heads.damage import label_directions, projections, random_directions
 from attngap.heads.forward import body_of, embedding, forward, is_language_model
@@ -205,13 +206,26 @@ def _damage(run: DiagnosisRun, name: str, tokens: Tensor, seed: int) -> dict[str
         read = lambda: embedding(forward(run.model, tokens))  # noqa: E731
         directions = functools.partial(random_directions, draws=draws * EMBEDDING_DRAWS)
     generator = torch.Generator().manual_seed(seed)
-    found = projections(run.model, read, lambda call: _changes(run, name, call), directions, generator)
-    return {str(layer): one for layer, one in found.items()}
+    weighted = ReadWeights() if name in ("0", STRESS) and run.options.ranks else None
+    found = projections(
+        run.model,
+        read,
+        lambda call: _changes(run, name, call, weighted),
+        directions,
+        generator,
+        observe=None if weighted is None else weighted.add_gradient,
+    )
+    pieces = {str(layer): one for layer, one in found.items()}
+    if weighted is not None:
+        pieces |= {f"weighted-{i}": weighted.floors(i, run.options.ranks, run.replacement) for i in weighted.squares}
+    return pieces
 
 
-def _changes(run: DiagnosisRun, name: str, call: Call) -> Tensor:
+def _changes(run: DiagnosisRun, name: str, call: Call, weighted: ReadWeights | None) -> Tensor:
     """(1 + ranks, h, t, dv): the fitted replacement's change of the output, then the ceiling's for each rank."""
     (one,) = layer_inputs(call)
+    if weighted is not None:
+        weighted.add_inputs(call.layer, one)
     candidate = load_fit(run, call.layer, one)
     exact = call.output[0]
     change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact

@@ -29,10 +29,12 @@ def projections(
     change: Change,
     directions: Directions,
     generator: torch.Generator,
+    observe: Callable[[int, Float[Tensor, "h t dv"]], None] | None = None,
 ) -> dict[int, Float[Tensor, "draws ... h t"]]:
     """g_h . Delta o_h of every layer, head and token, one draw for each of the `directions` of the output.
 
     `read` runs the model once and returns the output that is differentiated. A layer whose change is None is left out.
+    `observe(layer, g)` is shown the gradients of every draw.
     """
     changes: dict[int, Tensor] = {}
     leaves: dict[int, Tensor] = {}
@@ -50,6 +52,9 @@ def projections(
         output = read()
         for direction in directions(output.detach(), generator):
             grads = torch.autograd.grad(output, list(leaves.values()), direction, retain_graph=True)
+            if observe is not None:
+                for layer, gradient in zip(leaves, grads, strict=True):
+                    observe(layer, gradient[0])
             draws.append([(g[0] * c).sum(-1) for g, c in zip(grads, changes.values(), strict=True)])
     return {layer: torch.stack(found) for layer, found in zip(leaves, zip(*draws, strict=True), strict=True)}
 
