@@ -240,7 +240,7 @@ def test_a_figure_that_cannot_be_measured_does_not_cost_the_conversion(tmp_path,
 
 def test_a_model_without_a_layer_to_replace_is_refused_before_any_work(monkeypatch):
     model = zoo.tiny("sliding")
-    monkeypatch.setattr(run_module, "calibration", None)  # would fail
+    monkeypatch.setattr(run_module, "Material", None)  # would fail
     with pytest.raises(
         AttngapError, match=r"No layer of this MistralForCausalLM can be replaced: it has a sliding window"
     ):
@@ -309,6 +309,9 @@ def test_the_smallest_keep_set_within_a_ratio():
     _, tight = linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=0.2)
     assert tight.kept == 8
     assert tight.notes[0].startswith("No keep set reaches a perplexity ratio of 0.2")
+    _, longer = linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=100.0, max_ppl_length=200)
+    assert longer.options["max_ppl_length"] == 200
+    assert longer.kept == 0
 
 
 def test_groups_are_kept_whole():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from attngap.conversion import long as long_module
-from attngap.conversion.calibration import FactsPassage, period_of, repeats
-from attngap.conversion.long import LongCalibration, fit_slices, long_enough, prune_by_slices
+from attngap.conversion.calibration import FactsPassage, TextParts, period_of, repeats
+from attngap.conversion.choose import prune
+from attngap.conversion.long import LongCalibration, fit_slices, long_enough
 from attngap.conversion.slices import SliceReference
 from attngap.models.positions import layer_positions
 from tests.conversion.small import TEXT
@@ -24,14 +25,16 @@ def calibrated(monkeypatch):
     model, words = tiny(), tokenizer()
     parts = mechanisms(model, map_options={"decay": True}, rotary=layer_positions(model)[0].options()["rotary"])
     short = torch.randint(5, 60, (5, CONTEXT), generator=torch.Generator().manual_seed(0))
-    found = LongCalibration(model, words, TEXT, short, heldout=2, length=LENGTH, window=5, exact=7, seed=0)
+    facts = FactsPassage.make(words, TextParts(words, TEXT, 0).long(LENGTH), seed=0).tokens
+    repeated = repeats(words, context=LENGTH // 2, beyond=5, seed=0)
+    found = LongCalibration(model, short, facts, repeated, heldout=2, exact=7)
     found.read(nothing)
     return model, parts, found
 
 
 def test_numbers_are_stated_in_the_text_and_asked_for_at_its_end():
     words = tokenizer()
-    found = FactsPassage.make(words, TEXT, context=LENGTH, seed=3)
+    found = FactsPassage.make(words, TextParts(words, TEXT, 0).long(LENGTH), seed=3)
     assert found.tokens.shape == (1, LENGTH)
     text, body = (words.decode(x).replace(" ", "") for x in (found.tokens[0], found.tokens[0, : -found.asked]))
     numbers = [words.decode(found.tokens[0, list(places)]).replace(" ", "") for places in found.answers]
@@ -54,7 +57,7 @@ def test_a_repeated_passage_knows_its_period():
 def test_joint_steps_never_see_what_judges(calibrated):
     _, _, found = calibrated
     held = found.judges()
-    assert len(held) == 6
+    assert len(held) == 5
     for piece in found.slices(40, seed=1):
         assert piece.stop - piece.start == ROWS
         for other in held:
@@ -63,14 +66,26 @@ def test_joint_steps_never_see_what_judges(calibrated):
 
 def test_what_a_layer_read_is_handed_out_once(calibrated):
     _, _, found = calibrated
-    assert [each.q.shape[2] for each in found.seen(0)] == [LENGTH, LENGTH]
+    assert [each.q.shape[2] for each in found.seen(0)] == [LENGTH, LENGTH // 2]
     assert not found.seen(0)
+
+
+def test_short_passages_read_together_are_what_each_is_alone(calibrated):
+    _, _, found = calibrated
+    alone = [piece.past for piece in found.judges()[:2]]
+    layers = []
+    found.read_short(lambda layer, seen: layers.append((layer, len(seen.q))))
+    assert layers == [(0, 5), (1, 5)]
+    for one, together in zip(alone, (piece.past for piece in found.judges()[:2]), strict=True):
+        assert torch.equal(one.tokens, together.tokens)
+        torch.testing.assert_close(one.layers[1].k, together.layers[1].k, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(one.states, together.states, atol=1e-4, rtol=1e-4)
 
 
 def test_kept_heads_and_joint_steps_lower_the_divergence(calibrated):
     model, parts, found = calibrated
     reference = SliceReference(model, parts, found.judges())
-    keep = prune_by_slices(reference, 2, {0: 2, 1: 2}, rounds=1, advance=nothing)
+    keep = prune(reference, 2, {0: 2, 1: 2}, rounds=1, advance=nothing)
     assert len(keep) == 2
     assert reference.divergence(keep).mean() < reference.divergence(frozenset()).mean()
     before, after = fit_slices(reference, keep, found.slices(6, seed=0), 6, nothing)

@@ -3,7 +3,7 @@
 import torch
 
 from attngap.conversion.choose import convert
-from attngap.conversion.slices import Slice, SliceReference, read_past, read_slice
+from attngap.conversion.slices import Slice, SliceReference, read_past, read_slice, states_give_logits, teacher_logits
 from attngap.models.positions import layer_positions
 from tests.zoo import VOCABULARY, mechanisms, tiny
 
@@ -58,9 +58,64 @@ def test_gains_and_damage_tell_the_head_that_matters():
 def test_gradients_of_a_slice_reach_the_features_of_its_past():
     model, parts = world()
     reference = SliceReference(model, parts, [Slice(read_past(model, TOKENS), 50, 70)])
-    ((piece, teacher),) = reference.pairs()
-    reference.loss(piece, teacher, frozenset()).backward()
+    reference.loss(reference.pieces[0], frozenset()).backward()
     for part in parts.values():
         for name, p in part.named_parameters():
             assert p.grad is not None, name
             assert p.grad.abs().sum() > 0, name
+
+
+def test_what_the_original_says_comes_from_its_last_states():
+    model, parts = world()
+    past = read_past(model, TOKENS)
+    assert past.states is not None
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS).logits[:, 50:]
+    torch.testing.assert_close(teacher_logits(model, parts, Slice(past, 50, 70)), expected)
+
+
+def test_where_logits_are_scaled_the_original_reads_the_slice_anew(monkeypatch):
+    model, parts = world()
+    whole = type(model).forward
+
+    def scaled(self, *args, **named):
+        found = whole(self, *args, **named)
+        found.logits = found.logits * 2
+        return found
+
+    monkeypatch.setattr(type(model), "forward", scaled)
+    assert not states_give_logits(model, TOKENS[:, :8])
+    past = read_past(model, TOKENS)
+    assert past.states is None
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS).logits[:, 50:]
+    found = teacher_logits(model, parts, Slice(past, 50, 70))
+    torch.testing.assert_close(found, expected, atol=4e-2, rtol=1e-2)  # the past is held in half precision
+
+
+def test_gains_of_some_heads_are_those_of_all():
+    """Softmax of heads that nobody asks about is not computed."""
+    model, parts = world()
+    reference = SliceReference(model, parts, [Slice(read_past(model, TOKENS), 40, 70)])
+    keep = frozenset({(0, 0), (1, 2), (1, 3)})
+    some, losses = reference.softmax_gains(keep, keep)
+    every, again = reference.softmax_gains(keep)
+    assert set(some) == set(keep)
+    torch.testing.assert_close(losses, again)
+    ratio = [some[head] / every[head] for head in sorted(keep)]  # each is a share of what was asked for
+    assert max(ratio) / min(ratio) < 1.001
+
+
+def test_states_after_the_past_are_made_anew_once_replacements_change():
+    model, parts = world()
+    reference = SliceReference(model, parts, [Slice(read_past(model, TOKENS), 50, 70)])
+    before = reference.divergence(frozenset())
+    with torch.no_grad():
+        parts[0].feature_map.key_bias.add_(3.0)
+    stale = reference.divergence(frozenset())
+    reference.forget()
+    fresh = reference.divergence(frozenset())
+    whole = SliceReference(model, parts, reference.pieces).divergence(frozenset())
+    torch.testing.assert_close(fresh, whole)
+    assert not torch.allclose(stale, fresh)
+    assert not torch.allclose(before, fresh)

@@ -39,6 +39,7 @@ def linearize(
     ] = None,
     keep: Annotated[float | None, _planned("keep")] = None,
     max_ppl_ratio: Annotated[float | None, _help("max_ppl_ratio")] = None,
+    max_ppl_length: Annotated[int | None, _help("max_ppl_length")] = None,
     granularity: Annotated[str | None, _planned("granularity")] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, _planned("mechanism", complete.mechanisms)] = None,
@@ -69,7 +70,8 @@ def linearize(
     Examples: attngap linearize smollm2 --keep 0.1 -o fast, attngap linearize smollm2 --plan plan.json -o fast
     """
     _check_choice(plan, diagnosis, keep, max_ppl_ratio)
-    given = {"keep": keep, "max_ppl_ratio": max_ppl_ratio, "granularity": granularity}
+    given = {"keep": keep, "max_ppl_ratio": max_ppl_ratio, "max_ppl_length": max_ppl_length}
+    given |= {"granularity": granularity}
     given |= {"mechanism": mechanism, "window": window, "sinks": sinks, "context": context, "tokens": tokens}
     given |= {"length": length, "steps": steps, "joint": joint, "rounds": rounds, "lora": lora, "seed": seed}
     options = ConversionOptions(**{name: value for name, value in given.items() if value is not None})

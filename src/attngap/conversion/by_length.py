@@ -1,6 +1,7 @@
 """Quality at each length: perplexity and divergence of the last tokens of text, and numbers recalled from all over it.
 
 One passage serves all of it: held-out text in which numbers are stated, evenly spread, and asked for at the end.
+Another is a random sequence repeated with a period of half the length.
 """
 
 import math
@@ -12,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attngap.conversion.calibration import FactsPassage
+from attngap.conversion.calibration import FactsPassage, seed_for
 from attngap.conversion.joint import divergence
+from attngap.conversion.quality import SCORED
 from attngap.heads.forward import outputs
-
-SCORED = 512  # last tokens of text that count
-SEED = 2**20  # of the passages measured on; calibration's text is another part of it whatever the seed
+from attngap.heads.passages import passages, special_tokens, stress
 
 
 class AtLength(BaseModel):
@@ -31,7 +31,7 @@ class AtLength(BaseModel):
     divergence: float | None = None  # KL to the original, nats a token
     needle: float | None = None  # share of the digits recalled
     needle_by_depth: list[float] = []  # from the nearest fact to the farthest
-    repetition: float | None = None
+    repetition: float | None = None  # share predicted of the last tokens of a sequence that comes a second time
 
 
 @torch.no_grad()
@@ -42,9 +42,12 @@ def at_length(
     length: int,
     *,
     seed: int = 0,
+    repetition: bool = False,
 ) -> list[AtLength]:
     """Every model on one held-out passage of this length; the first is the original."""
-    passage = FactsPassage.make(tokenizer, text, context=length, seed=SEED + seed, split="heldout")
+    drawn = seed_for(seed, "receipt facts")
+    hay = passages(tokenizer, text, context=length, count=1, seed=drawn, split="heldout")
+    passage = FactsPassage.make(tokenizer, hay, seed=drawn)
     tokens, last = passage.tokens[0], min(SCORED, length // 2) + passage.asked
     first = length - last  # the token whose logits come first
     teacher: Tensor | None = None
@@ -70,4 +73,17 @@ def at_length(
                 needle_by_depth=right,
             )
         )
+        if repetition:
+            found[-1].repetition = repeated(model, tokenizer, length // 2 - 1, seed=seed)
     return found
+
+
+@torch.no_grad()
+def repeated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, period: int, *, seed: int) -> float:
+    """Share predicted of the last tokens of a random sequence of `period` tokens that comes a second time."""
+    twice, period = stress(tokenizer, context=2 * period + 2, seed=seed_for(seed, "receipt repeated"), period=period)
+    _, suffix = special_tokens(tokenizer)
+    tokens = twice[:, : twice.shape[1] - len(suffix)]
+    last = min(SCORED, period)
+    guessed = outputs(model, tokens, last + 1)[0, :-1].argmax(-1)
+    return float((guessed == tokens[0, -last:]).float().mean())

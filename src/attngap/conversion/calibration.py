@@ -5,6 +5,7 @@ files; repeated tokens are what its recall heads are for.
 """
 
 import dataclasses
+import hashlib
 import inspect
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.errors import AttngapError
 from attngap.heads.damage import draw_labels
-from attngap.heads.passages import Split, passages, stress
+from attngap.heads.passages import special_tokens, split_tokens, stress
 
 SAMPLE_LENGTH = 256  # at most, of one text the model writes: a step costs much the same for more of them
 FACTS, DIGITS = 8, 5
@@ -53,23 +54,82 @@ class Shares:
         return cls(count - sampled - repeated, sampled, repeated)
 
 
+def seed_for(seed: int, role: str, number: int = 0) -> int:
+    """The seed of what a role draws the `number`-th time: no two roles or numbers share one, however many there are."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{role}/{number}".encode()).digest()[:6])
+
+
+class TextParts:
+    """The part of a text that calibrates, cut so that nothing that judges is ever fitted to.
+
+    What judges is taken first. Passages to be fitted to are cut from the rest; where that is short, the long passage,
+    which is fitted to as well, is cut again.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str | list[str] | None, seed: int):
+        self._prefix, self._suffix = special_tokens(tokenizer)
+        tokens = split_tokens(tokenizer, text)
+        generator = torch.Generator().manual_seed(seed_for(seed, "text"))
+        start = int(torch.randint(max(1, len(tokens)), (), generator=generator))
+        self._left = tokens[start:] + tokens[:start]
+        self._again: list[int] = []
+        self._generator = generator
+
+    def judging(self, length: int) -> Int[Tensor, "1 length"]:
+        """A passage that is never handed out again."""
+        return torch.tensor([self._passage(self._take(length), length)])
+
+    def long(self, length: int) -> Int[Tensor, "1 length"]:
+        """A passage to fit to."""
+        taken = self._take(length)
+        self._again += taken
+        return torch.tensor([self._passage(taken, length)])
+
+    def short(self, length: int, count: int) -> Int[Tensor, "count length"]:
+        """Passages to fit to, from all over the text."""
+        body = length - len(self._prefix) - len(self._suffix)
+        left = self._left if len(self._left) >= count * body else self._left + self._again
+        room = len(left) // body
+        if room < count:
+            raise AttngapError(
+                f"The text is too short: {len(left)} tokens are left to fit to, room for {room} passages of {length}; "
+                f"{count} wanted. Give more text, fewer tokens or a shorter context"
+            )
+        order = torch.randperm(room, generator=self._generator)[:count].tolist()
+        return torch.tensor([self._passage(left[i * body : (i + 1) * body], length) for i in order])
+
+    def _take(self, length: int) -> list[int]:
+        body = length - len(self._prefix) - len(self._suffix)
+        if body < 1 or len(self._left) < body:
+            raise AttngapError(
+                f"The text is too short: {len(self._left)} tokens are left, and a passage of {length} is wanted. Give "
+                "more text or a shorter length"
+            )
+        taken, self._left = self._left[:body], self._left[body:]
+        return taken
+
+    def _passage(self, body: list[int], length: int) -> list[int]:
+        return [*self._prefix, *body, *self._suffix]
+
+
 def calibration(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: str | list[str] | None,
+    parts: TextParts,
+    judge: Int[Tensor, "1 context"],
     shares: Shares,
     *,
     context: int,
     window: int,
     seed: int,
 ) -> Int[Tensor, "count context"]:
-    """All passages, kinds interleaved; the last are one of each kind, for those judge the fit."""
-    kinds = [passages(tokenizer, text, context=context, count=shares.text, seed=seed)]
+    """All passages, kinds interleaved; the last are one of each kind, for those judge the fit, `judge` that of text."""
+    kinds = [torch.cat((parts.short(context, shares.text - 1), judge)) if shares.text > 1 else judge]
     if shares.sampled:
-        kinds.append(samples(model, tokenizer, context=context, count=shares.sampled, seed=seed))
+        kinds.append(samples(model, tokenizer, context=context, count=shares.sampled, seed=seed_for(seed, "samples")))
     if shares.repeated:
-        each = [repeats(tokenizer, context=context, beyond=window, seed=seed + i) for i in range(shares.repeated)]
-        kinds.append(torch.cat(each))
+        seeds = [seed_for(seed, "repeated", i) for i in range(shares.repeated)]
+        kinds.append(torch.cat([repeats(tokenizer, context=context, beyond=window, seed=each) for each in seeds]))
     trained = [kind[:-1] for kind in kinds]
     place = torch.cat([(torch.arange(len(kind)) + 0.5) / len(kind) for kind in trained])
     return torch.cat([torch.cat(trained)[place.argsort(stable=True)], *(kind[-1:] for kind in reversed(kinds))])
@@ -83,25 +143,13 @@ def repeats(tokenizer: PreTrainedTokenizerBase, *, context: int, beyond: int, se
     most = context // 2
     least = min(max(beyond + 2, context // 4), most)
     period = int(torch.randint(least, most + 1, (), generator=torch.Generator().manual_seed(seed)))
-    once, _ = stress(tokenizer, context=2 * period, seed=seed + 1000, period=period)
+    once, _ = stress(tokenizer, context=2 * period, seed=seed, period=period)
     return once.repeat(1, 3)[:, :context]
 
 
 def period_of(tokens: Int[Tensor, "1 t"]) -> int:
     """After how many tokens a repeated passage begins anew."""
     return int((tokens[0, 1:] == tokens[0, 0]).nonzero()[0]) + 1
-
-
-def with_facts(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str | list[str] | None,
-    *,
-    context: int,
-    seed: int,
-    split: Split = "calibration",
-) -> Int[Tensor, "1 context"]:
-    """A passage of text in which numbers are stated, evenly spread, and asked for at its end."""
-    return FactsPassage.make(tokenizer, text, context=context, seed=seed, split=split).tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,14 +162,10 @@ class FactsPassage:
 
     @classmethod
     def make(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        text: str | list[str] | None,
-        *,
-        context: int,
-        seed: int,
-        split: Split = "calibration",
+        cls, tokenizer: PreTrainedTokenizerBase, passage: Int[Tensor, "1 context"], *, seed: int
     ) -> "FactsPassage":
+        """A passage with numbers stated in it, evenly spread; its end gives way to them and to the questions."""
+        context = passage.shape[1]
         generator = torch.Generator().manual_seed(seed)
         told, asked, digits = [], [], []
         for place in torch.randperm(len(THINGS), generator=generator).tolist()[:FACTS]:
@@ -132,11 +176,10 @@ class FactsPassage:
             asked.append([*question[0], *question[1]])
         order = torch.randperm(FACTS, generator=generator).tolist()
         questions = sum(len(asked[i]) + len(digits[i]) for i in order)
-        body = passages(tokenizer, text, context=context, count=1, seed=seed, split=split)[0].tolist()
         room = context - sum(map(len, told)) - questions
         if room < FACTS:
             raise AttngapError(f"{FACTS} facts and questions need more than {context} tokens. Give a longer context")
-        body, each = body[:room], room // FACTS
+        body, each = passage[0, :room].tolist(), room // FACTS
         whole: list[int] = []
         for i, fact in enumerate(told):
             cut = i * each + each // 3

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -32,59 +33,88 @@ def convert(model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: I
     return swap(model, {layer: (m, heads) for layer, (m, heads) in layers.items() if len(heads) < m.heads})
 
 
-def head_damage(
-    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], reference: Reference, *, seed: int = 0
-) -> dict[HeadIndex, float]:
-    """What replacing each head alone would do (docs/theory.md 5.1), as a share of what all come to."""
-    generator = torch.Generator().manual_seed(seed)
+@runtime_checkable
+class Judge(Protocol):
+    """What choosing asks: `SliceReference` answers on slices of long passages, `PassageJudge` on whole short ones."""
 
-    def change(call: Call) -> Tensor | None:
-        if call.layer not in mechanisms:
-            return None
-        with torch.no_grad():
-            return (call.output - mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)[0])[0]
+    def head_damage(self) -> dict[HeadIndex, float]:
+        """What replacing each head alone would do (docs/theory.md 5.1), as a share of what all come to."""
+        ...
 
-    found = []
-    for tokens in reference.passages[:, None]:
-        read = functools.partial(reference.outputs, original, tokens)
-        projected = projections(original, read, change, reference.directions, generator)
-        found.append({layer: reference.information(each[0]) for layer, each in projected.items()})
-    return _of_all(found)
+    def softmax_gains(
+        self, keep: Keep, among: Keep | None = None
+    ) -> tuple[dict[HeadIndex, float], Float[Tensor, " count"]]:
+        """What softmax in each head gains the model as converted now, and the divergence on each passage.
+
+        The gain is the divergence without softmax minus with it. With a_h the share of softmax in head h's output,
+        o = o_replaced + a_h (o_softmax - o_replaced), the divergence is expanded to second order in a_h: its slope, and
+        the Fisher information of a_h from labels drawn from the model. Both are those of the converted model, so they
+        know what the other replacements do to this head. Only heads `among` some need an answer.
+        """
+        ...
+
+    def divergence(self, keep: Keep) -> Float[Tensor, " count"]:
+        """On each passage, with these heads kept."""
+        ...
 
 
-def softmax_gains(
-    original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], keep: Keep, reference: Reference, *, seed: int = 0
-) -> tuple[dict[HeadIndex, float], Float[Tensor, " count"]]:
-    """What softmax in each head gains the model as converted now, and the divergence on each passage.
+class PassageJudge:
+    """Judges by whole passages of a reference."""
 
-    The gain is the divergence without softmax minus with it. With a_h the share of softmax in head h's output,
-    o = o_replaced + a_h (o_softmax - o_replaced), the divergence is expanded to second order in a_h: its slope, and the
-    Fisher information of a_h from labels drawn from the model. Both are those of the converted model, so they know
-    what the other replacements do to this head.
-    """
-    every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
-    model = swap(original, every)
-    sign = {
-        layer: torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(m.heads)])
-        for layer, m in mechanisms.items()
-    }
-    generator = torch.Generator().manual_seed(seed)
-    losses, found = [], []
-    for tokens, teacher in reference.pairs():
-        shares = _no_shares(mechanisms, tokens.shape[1])
-        parts = mixed_heads(model)
-        hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
-        with frozen(model), torch.enable_grad():
-            out = reference.outputs(model, tokens)
-            loss = divergence(out, teacher, is_language_model=reference.is_language_model)
-        for hook in hooks:
-            hook.remove()
-        slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
-        second = _information(out, shares, reference, generator)
-        pairs = zip(shares, slopes, strict=True)
-        found.append({layer: sign[layer] * second[layer] - slope.sum(-1) for layer, slope in pairs})
-        losses.append(loss.detach())
-    return _of_all(found), torch.stack(losses)
+    def __init__(self, original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], reference: Reference):
+        self.original, self.mechanisms, self.reference = original, mechanisms, reference
+
+    def head_damage(self, *, seed: int = 0) -> dict[HeadIndex, float]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def change(call: Call) -> Tensor | None:
+            if call.layer not in self.mechanisms:
+                return None
+            with torch.no_grad():
+                read = self.mechanisms[call.layer](None, call.q, call.k, call.v, rotary=call.rotary)
+                return (call.output - read[0])[0]
+
+        found = []
+        for tokens in self.reference.passages[:, None]:
+            read = functools.partial(self.reference.outputs, self.original, tokens)
+            projected = projections(self.original, read, change, self.reference.directions, generator)
+            found.append(_by_head({layer: self.reference.information(each[0]) for layer, each in projected.items()}))
+        return of_all(found)
+
+    def softmax_gains(
+        self, keep: Keep, among: Keep | None = None, *, seed: int = 0
+    ) -> tuple[dict[HeadIndex, float], Float[Tensor, " count"]]:
+        reference, mechanisms = self.reference, self.mechanisms
+        every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
+        model = swap(self.original, every)
+        sign = {
+            layer: torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(m.heads)])
+            for layer, m in mechanisms.items()
+        }
+        generator = torch.Generator().manual_seed(seed)
+        losses, found = [], []
+        for tokens, teacher in reference.pairs():
+            shares = _no_shares(mechanisms, tokens.shape[1])
+            parts = mixed_heads(model)
+            hooks = [parts[layer].register_forward_hook(_mix(share)) for layer, share in shares.items()]
+            with frozen(model), torch.enable_grad():
+                out = reference.outputs(model, tokens)
+                loss = divergence(out, teacher, is_language_model=reference.is_language_model)
+            for hook in hooks:
+                hook.remove()
+            slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
+            second = _information(out, shares, reference, generator)
+            pairs = zip(shares, slopes, strict=True)
+            found.append(_by_head({layer: sign[layer] * second[layer] - slope.sum(-1) for layer, slope in pairs}))
+            losses.append(loss.detach())
+        return of_all(found), torch.stack(losses)
+
+    def divergence(self, keep: Keep) -> Float[Tensor, " count"]:
+        return self.reference.divergence(convert(self.original, self.mechanisms, keep))
+
+
+def _by_head(values: ByLayer) -> dict[HeadIndex, float]:
+    return {(layer, head): x for layer, value in values.items() for head, x in enumerate(value.tolist())}
 
 
 def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Float[Tensor, "h t"]]:
@@ -100,17 +130,17 @@ def _information(
     return {layer: reference.information(grad) for layer, grad in zip(shares, grads, strict=True)}
 
 
-def _of_all(found: list[ByLayer]) -> dict[HeadIndex, float]:
+def of_all(found: Iterable[Mapping[HeadIndex, float]]) -> dict[HeadIndex, float]:
     """Mean over passages of each head's value relative to the sum of all positive ones.
 
     Passages are weighed alike, so that neither text nor recall drowns the other.
     """
+    found = list(found)
     total: dict[HeadIndex, float] = {}
     for values in found:
-        scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
-        for layer, value in values.items():
-            for head, x in enumerate(value.tolist()):
-                total[layer, head] = total.get((layer, head), 0.0) + x / max(scale, 1e-12) / len(found)
+        scale = max(sum(max(x, 0.0) for x in values.values()), 1e-12)
+        for head, x in values.items():
+            total[head] = total.get(head, 0.0) + x / scale / len(found)
     return total
 
 
@@ -143,53 +173,31 @@ def group_sizes(mechanisms: Mapping[int, Mechanism], *, grouped: bool) -> dict[i
     return {layer: m.heads // m.kv_heads if grouped else 1 for layer, m in mechanisms.items()}
 
 
-def prune(
-    original: PreTrainedModel,
-    mechanisms: Mapping[int, Mechanism],
-    count: int,
-    reference: Reference,
-    *,
-    rounds: int,
-    grouped: bool,
-    advance: Callable[..., None],
-) -> Keep:
+def prune(judge: Judge, count: int, group: Mapping[int, int], *, rounds: int, advance: Callable[..., None]) -> Keep:
     """The `count` heads to keep: first by damage, then round by round the least worth of those still kept goes.
 
     Damage is of one head alone. What a head is worth depends on which others are replaced, so it is asked anew on the
     way, while the model is still near the original and an expansion holds.
     """
-    scores = head_damage(original, mechanisms, reference)
+    scores = judge.head_damage()
     for left in reversed(range(rounds + 1)):
         size = min(len(scores), round(count * SHRINK**left))
-        keep = best_heads(scores, size, group_sizes(mechanisms, grouped=grouped))
+        keep = best_heads(scores, size, group)
         if not left or not count:
             break
-        found, now = softmax_gains(original, mechanisms, keep, reference)
+        found, now = judge.softmax_gains(keep, keep)
         advance(note=f"{size} heads kept, divergence {geometric_mean(now):.4f}")
         scores = {head: found[head] for head in keep}
     return keep
 
 
-def refine(
-    original: PreTrainedModel,
-    mechanisms: Mapping[int, Mechanism],
-    keep: Keep,
-    reference: Reference,
-    *,
-    rounds: int,
-    grouped: bool,
-    advance: Callable[..., None],
-) -> Keep:
+def refine(judge: Judge, keep: Keep, group: Mapping[int, int], *, rounds: int, advance: Callable[..., None]) -> Keep:
     """Trade kept heads for replaced ones worth more, as long as the measured divergence falls."""
     for _ in range(rounds):
-        scores, losses = softmax_gains(original, mechanisms, keep, reference)
+        scores, losses = judge.softmax_gains(keep)
         now = geometric_mean(losses)
         advance(note=f"divergence {now:.4f}")
-        better = (
-            tried
-            for tried in _trades(scores, keep, mechanisms, grouped=grouped)
-            if geometric_mean(reference.divergence(convert(original, mechanisms, tried))) < now
-        )
+        better = (tried for tried in _trades(scores, keep, group) if geometric_mean(judge.divergence(tried)) < now)
         found = next(better, None)
         if found is None:
             break
@@ -197,14 +205,12 @@ def refine(
     return keep
 
 
-def _trades(
-    scores: Mapping[HeadIndex, float], keep: Keep, mechanisms: Mapping[int, Mechanism], *, grouped: bool
-) -> Iterator[Keep]:
+def _trades(scores: Mapping[HeadIndex, float], keep: Keep, group: Mapping[int, int]) -> Iterator[Keep]:
     """Some of the exchanges that the scores ask for, the surest first, then fewer."""
-    wanted = best_heads(scores, len(keep), group_sizes(mechanisms, grouped=grouped))
+    wanted = best_heads(scores, len(keep), group)
     if wanted == keep:
         return
-    if grouped:
+    if any(size > 1 for size in group.values()):
         yield wanted
         return
     enter = sorted(wanted - keep, key=lambda head: (-scores[head], head))

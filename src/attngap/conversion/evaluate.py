@@ -1,6 +1,7 @@
 """Measure a converted model beside its original and two baselines, in one run."""
 
 import contextlib
+import copy
 import dataclasses
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from attngap.conversion.receipt import (
     RANDOM,
     WINDOW,
     WITHOUT,
+    WITHOUT_WINDOW,
     Figures,
     Receipt,
     unmeasured_receipt,
@@ -26,6 +28,7 @@ from attngap.errors import AttngapError
 from attngap.heads.forward import predicts_next
 from attngap.heads.passages import passages
 from attngap.heads.replacement import window_only
+from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.save import conversion_of, weights_hash
 from attngap.models.swap import MixedHeads, mixed_heads, swap
@@ -38,13 +41,14 @@ SHORTEST = 1024  # tokens at which parts are measured: text, facts and questions
 class Measures:
     """What to measure; zero or empty leaves a part out."""
 
-    passages: int = 4  # of held-out text
+    passages: int = 3  # of held-out text
     trials: int = 1  # of induction, and of a needle at each place
     lengths: tuple[int, ...] = (1024,)  # of needle passages
     by_length: tuple[int, ...] = (1024, 4096, 8192)  # at which every part is measured, up to the model's own positions
     contexts: tuple[int, ...] = (1024, 4096, 8192, 16384)  # for speed and memory
     prefill_up_to: int = 1024  # longer prompts take minutes on a CPU
     baselines: bool = True
+    repetition: bool = False  # a repeated sequence at each of `by_length`, as long to read again as the text
     text: str | list[str] | None = None  # to evaluate on; None: the held-out part of the calibration text
     seed: int = 1
 
@@ -111,21 +115,52 @@ def measure(
         if predicts_next(original) and measures.trials:
             with _noting("recall", notes):
                 _recall(models, tokenizer, text, quality, measures, context)
-    parts = _parts(original, converted, measures)
+    parts = parts_of(original, converted, baselines=measures.baselines)
     rows: list[AtLength] = []
     for length in _reachable(original, measures.by_length) if predicts_next(original) else ():
         with _noting(f"quality at {length:,} tokens", notes):
-            rows += at_length(parts, tokenizer, text if measures.text is None else measures.text, length)
+            read = text if measures.text is None else measures.text
+            rows += at_length(parts, tokenizer, read, length, repetition=measures.repetition)
     if predicts_next(original):
         with _noting("speed", notes):
             speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to)
     return Figures(quality, speed, notes, rows)
 
 
-def _parts(original: PreTrainedModel, converted: PreTrainedModel, measures: Measures) -> dict[str, PreTrainedModel]:
-    """What is measured at each length: original and converted, and the latter without its features."""
-    without = baselines(original, converted, seed=measures.seed).get(WINDOW) if measures.baselines else None
-    return {ORIGINAL: original, CONVERTED: converted} | ({} if without is None else {WITHOUT: without})
+def parts_of(original: PreTrainedModel, converted: PreTrainedModel, *, baselines: bool) -> dict[str, PreTrainedModel]:
+    """What is measured at each length: original and converted, and the latter without its features or its window."""
+    found = {ORIGINAL: original, CONVERTED: converted}
+    near = _hybrids(converted)
+    if baselines and near:
+        found[WITHOUT] = _with_parts(original, converted, {i: _without_features(m) for i, m in near.items()})
+        found[WITHOUT_WINDOW] = _with_parts(original, converted, {i: _without_window(m) for i, m in near.items()})
+    return found
+
+
+def _hybrids(converted: PreTrainedModel) -> dict[int, Hybrid]:
+    """The replacements by layer where all of them have a window; else none."""
+    parts = {layer: part.mechanism for layer, part in mixed_heads(converted).items()}
+    found = {layer: m for layer, m in parts.items() if isinstance(m, Hybrid)}
+    return found if len(found) == len(parts) else {}
+
+
+def _with_parts(
+    original: PreTrainedModel, converted: PreTrainedModel, mechanisms: Mapping[int, Mechanism]
+) -> PreTrainedModel:
+    """The same heads replaced by others."""
+    parts = mixed_heads(converted)
+    return swap(original, {layer: (m, parts[layer].keep.tolist()) for layer, m in mechanisms.items()})
+
+
+def _without_features(m: Hybrid) -> Mechanism:
+    return window_only(m, m.window, m.sinks, relative=m.relative)
+
+
+def _without_window(m: Hybrid) -> Mechanism:
+    """Features read every key but the sinks and the token itself."""
+    found = copy.deepcopy(m)
+    found.window = 1
+    return found
 
 
 def _reachable(model: PreTrainedModel, lengths: Iterable[int]) -> list[int]:
@@ -166,12 +201,10 @@ def _recall(
 
 def baselines(original: PreTrainedModel, converted: PreTrainedModel, *, seed: int) -> dict[str, PreTrainedModel]:
     """The same heads with sinks and window only; and the same replacements with as many heads kept at random."""
-    parts = mixed_heads(converted)
+    parts, near = mixed_heads(converted), _hybrids(converted)
     found = {}
-    near = {layer: part.mechanism for layer, part in parts.items() if isinstance(part.mechanism, Hybrid)}
-    if near and len(near) == len(parts):
-        alone = {i: window_only(m, m.window, m.sinks, relative=m.relative) for i, m in near.items()}
-        found[WINDOW] = swap(original, {i: (m, parts[i].keep.tolist()) for i, m in alone.items()})
+    if near:
+        found[WINDOW] = _with_parts(original, converted, {i: _without_features(m) for i, m in near.items()})
     kept = sum(len(part.keep) for part in parts.values())
     if kept:
         found[RANDOM] = swap(original, _random_heads(parts.values(), kept, seed))

@@ -37,13 +37,15 @@ def fit_all(
     ray: str | None = None,
     *,
     longer: Callable[[int], Sequence[Seen]] | None = None,
+    read: Callable[[Callable[[int, Seen], None]], None] | None = None,
 ) -> Float[Tensor, "layers h"]:
     """Fit the mechanisms in place; the held-out error of each head. Finished layers are kept in the checkpoint.
 
     All passages go through the model as one batch and layers are fitted where they are met: one pass, and the queries,
     keys and values of a few layers in memory. Fits are many small operations, which gain little from more threads than
     one; so as many layers as there are threads are fitted side by side, or `ON_RAY` of them on the cluster at `ray`.
-    `longer` gives what a layer read and wrote in longer passages, to be fitted as well.
+    `longer` gives what a layer read and wrote in longer passages, to be fitted as well. `read` lets the model read the
+    passages, to the end, and hands on what it meets; without it the pass ends with the last layer that is to be fitted.
     """
     at_a_time = _at_a_time() if ray is None else ON_RAY
     errors: dict[int, Tensor] = {}
@@ -56,26 +58,31 @@ def fit_all(
     missing = set(mechanisms) - set(errors)
     waiting: dict[int, Streams] = {}
 
-    def watch(call: Call) -> None:
-        if call.cross or call.layer not in missing:
+    def note(layer: int, seen: Seen) -> None:
+        if layer not in missing:
             return
-        q, k, v, out = (x.float() for x in (call.q, call.k, call.v, call.output))
-        more = () if longer is None else longer(call.layer)
-        waiting[call.layer] = Seen(q, k, v, out, call.rotary), more
+        q, k, v, out = (x.float() for x in seen[:4])
+        waiting[layer] = Seen(q, k, v, out, seen.rotary), () if longer is None else longer(layer)
         if len(waiting) < min(at_a_time, len(missing)):
             return
-        advance(0, note=f"layer {call.layer}")
+        advance(0, note=f"layer {layer}")
         fitted = _fit(mechanisms, waiting, options) if ray is None else _fit_on(ray, mechanisms, waiting, options)
-        for layer, error in fitted.items():
-            errors[layer] = error
-            checkpoint.put(f"layer-{layer}", mechanisms[layer].state_dict() | {"error": error})
-            missing.remove(layer)
+        for place, error in fitted.items():
+            errors[place] = error
+            checkpoint.put(f"layer-{place}", mechanisms[place].state_dict() | {"error": error})
+            missing.remove(place)
             advance()
         waiting.clear()
+
+    def watch(call: Call) -> None:
+        if not call.cross:
+            note(call.layer, Seen(call.q, call.k, call.v, call.output, call.rotary))
         if not missing:
             raise _AllFitted
 
-    if missing:
+    if missing and read is not None:
+        read(note)
+    elif missing:
         body = body_of(model)
         with torch.no_grad(), capture(body, watch), contextlib.suppress(_AllFitted):
             forward(body, tokens)

@@ -1,8 +1,9 @@
 """Calibration at the length a conversion is for: long passages that the original reads once, and slices of them.
 
-Two passages are as long as that: text in which numbers are stated and asked for at its end, and a random sequence
-repeated with a period up to half of it. Features are fitted to them beside the short ones; heads are chosen, and all
-replacements fitted together, on slices of both.
+One passage is as long as that, text in which numbers are stated and asked for at its end; another, half as long, is a
+random sequence repeated with a period up to half of it: reading takes time that grows with the square of the length.
+Features are fitted to them beside the short ones; heads are chosen, and all replacements fitted together, on slices of
+all of them.
 """
 
 import math
@@ -11,41 +12,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from attngap.conversion.calibration import period_of, repeats, with_facts
+from attngap.conversion.calibration import period_of
 from attngap.conversion.joint import geometric_mean, pace
-from attngap.conversion.slices import HELD, Past, Slice, SliceReference, read_past, read_slice
-from attngap.heads.choice import Keep, best_heads
+from attngap.conversion.slices import HELD, Past, Slice, SliceReference, read_past
+from attngap.heads.choice import Keep
 from attngap.heads.damage import frozen
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import Seen
 from attngap.mechanisms.variants.hybrid import Hybrid
 
 ROWS = 256  # of a slice
-SHRINK = 1.7  # by how much each round makes a keep set smaller
 RATE = 3e-4  # of joint steps: at 7e-4 ten of them raised the divergence on repeated tokens by a quarter
 
 
 class LongCalibration:
-    """The long passages of one conversion and the slices that judge it."""
+    """The passages of one conversion as the original read them, and the slices that judge it.
+
+    `short` are passages of one length, the last `heldout` of which judge; `facts` is long text whose end asks for what
+    was stated in it, `repeated` a sequence that begins anew. No replacement changes the first `exact` tokens.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        text: str | list[str] | None,
         short: Int[Tensor, "count context"],
+        facts: Int[Tensor, "1 length"],
+        repeated: Int[Tensor, "1 t"],
         *,
         heldout: int,
-        length: int,
-        window: int,
         exact: int,
-        seed: int,
     ):
-        self.model, self.short, self.heldout, self.exact, self.length = model, short, heldout, exact, length
-        self.facts = with_facts(tokenizer, text, context=length, seed=seed)
-        self.repeated = repeats(tokenizer, context=length, beyond=window, seed=seed)
+        self.model, self.short, self.heldout, self.exact = model, short, heldout, exact
+        self.facts, self.repeated = facts, repeated
         self._seen: dict[int, list[Seen]] = {}
         self._long: list[Past] = []
         self._short: dict[int, Past] = {}
@@ -61,30 +61,34 @@ class LongCalibration:
             self._long.append(read_past(self.model, tokens, note))
             advance()
 
+    def read_short(self, note: Callable[[int, Seen], None]) -> None:
+        """Let it read the short ones, all at once."""
+        whole = read_past(self.model, self.short, note)
+        self._short = {place: whole.only(place) for place in range(len(self.short))}
+
     def seen(self, layer: int) -> Sequence[Seen]:
-        """What a layer read and wrote in them; handed out once, for it is large."""
+        """What a layer read and wrote in the long ones; handed out once, for it is large."""
         found = self._seen.pop(layer, [])
         return [Seen._make((*(x.float() for x in each[:4]), each.rotary)) for each in found]
 
     def _past(self, place: int) -> Past:
-        if place not in self._short:
+        if place not in self._short:  # a resumed run has not read them yet
             self._short[place] = read_past(self.model, self.short[place : place + 1])
         return self._short[place]
 
     def judges(self) -> list[Slice]:
-        """The ends of the held-out passages; of the long ones their ends and a place amid each."""
-        context, length = self.short.shape[1], self.length
+        """The ends of the held-out passages and of the long ones, and a place amid the long text."""
+        context = self.short.shape[1]
         first = max(min(self.exact, context // 2), context - ROWS)
         ends = [Slice(self._past(len(self.short) - 1 - i), first, context) for i in range(self.heldout)]
         facts, repeated = self._long
+        length, again = facts.tokens.shape[1], repeated.tokens.shape[1]
         amid = length // 2 - ROWS // 2
-        again = min(period_of(self.repeated) + ROWS, length - 2 * ROWS)
         return [
             *ends,
             Slice(facts, length - ROWS, length),
             Slice(facts, amid, amid + ROWS),
-            Slice(repeated, length - ROWS, length),
-            Slice(repeated, again, again + ROWS),
+            Slice(repeated, again - ROWS, again),
         ]
 
     def slices(self, steps: int, seed: int) -> Iterator[Slice]:
@@ -107,27 +111,6 @@ class LongCalibration:
             yield Slice(past, start, min(start + ROWS, size))
 
 
-def prune_by_slices(
-    reference: SliceReference,
-    count: int,
-    group: Mapping[int, int],
-    *,
-    rounds: int,
-    advance: Callable[..., None],
-) -> Keep:
-    """The `count` heads to keep: first by damage, then round by round the least worth of those still kept goes."""
-    scores = reference.head_damage()
-    for left in reversed(range(rounds + 1)):
-        size = min(len(scores), round(count * SHRINK**left))
-        keep = best_heads(scores, size, group)
-        if not left or not count:
-            break
-        found, now = reference.softmax_gains(keep)
-        advance(note=f"{size} heads kept, divergence {geometric_mean(now):.4f}")
-        scores = {head: found[head] for head in keep}
-    return keep
-
-
 def fit_slices(
     reference: SliceReference, keep: Keep, slices: Iterator[Slice], steps: int, advance: Callable[..., None]
 ) -> tuple[float, float]:
@@ -139,24 +122,25 @@ def fit_slices(
     trained = [p for m in mechanisms.values() for p in m.parameters()]
     begun = [p.detach().clone() for p in trained]
     before = geometric_mean(reference.divergence(keep))
+    reference.forget()
     optimizer = torch.optim.Adam(trained, lr=RATE)
     with frozen(model):
         for step, piece in enumerate(slices):
             for each in optimizer.param_groups:
                 each["lr"] = RATE * pace(step, steps)
-            with torch.no_grad():
-                teacher = read_slice(model, mechanisms, piece, None)
             optimizer.zero_grad()
-            loss = reference.loss(piece, teacher, keep)
+            loss = reference.loss(piece, keep)
             loss.backward()
             optimizer.step()
             advance(note=f"divergence {loss.item():.4f}")
+    reference.forget()
     after = geometric_mean(reference.divergence(keep))
     with torch.no_grad():
         for p, start in zip(trained, begun, strict=True):
             p.grad = None
             if not after < before or math.isnan(after):
                 p.copy_(start)
+    reference.forget()
     return before, min(before, after)
 
 

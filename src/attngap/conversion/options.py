@@ -13,6 +13,9 @@ class ConversionOptions(Options):
 
     keep: Annotated[float | None, Field(description="Share of heads to keep, those it hurts most to replace.")] = KEEP
     max_ppl_ratio: Annotated[float | None, Field(description="Keep as few heads as this ratio allows.")] = None
+    max_ppl_length: Annotated[
+        int | None, Field(ge=16, description="Tokens the ratio must hold at, over the last ones; none: --context.")
+    ] = None
     granularity: Annotated[
         Granularity, Field(description="Keep whole groups of heads that share a key head, or single ones.")
     ] = GRANULARITY
@@ -41,6 +44,8 @@ class ConversionOptions(Options):
             raise AttngapError(f"keep takes a share from 0 to 1, got {self.keep}. For a tenth of the heads: 0.1")
         if self.max_ppl_ratio is not None and not self.max_ppl_ratio > 0:
             raise AttngapError(f"max_ppl_ratio must be positive, such as 1.02, got {self.max_ppl_ratio}")
+        if self.max_ppl_length is not None and self.max_ppl_ratio is None:
+            raise AttngapError("max_ppl_length is the length a max_ppl_ratio must hold at. Give that too")
         if self.tokens < 2 * self.context:
             raise AttngapError(f"tokens must be at least {2 * self.context}, got {self.tokens}")
         return self

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from attngap.conversion.calibration import seed_for
 from attngap.conversion.joint import divergence
 from attngap.heads.forward import outputs
 from attngap.heads.passages import passages, special_tokens, stress
 
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DEPTHS = (0.1, 0.5, 0.9)
 DIGITS = 5
-SEQUENCES = 3  # of repeated random tokens per trial: half a thousand predictions alone are off by two points
+SCORED = 512  # last tokens of a passage that count, at most
+SEQUENCES = 2  # of repeated random tokens per trial: half a thousand predictions alone are off by two points
 
 
 class Quality(BaseModel):
@@ -62,8 +64,9 @@ def on_text(
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, tokens: Int[Tensor, "count context"]) -> float:
-    """Of all predicted tokens together."""
-    losses = [F.cross_entropy(outputs(model, row)[0, :-1].float(), row[0, 1:]) for row in tokens[:, None]]
+    """Of the last tokens of all passages together, half of them at most: there replacements show."""
+    last = min(SCORED, tokens.shape[1] // 2)
+    losses = [F.cross_entropy(outputs(model, row, last + 1)[0, :-1].float(), row[0, -last:]) for row in tokens[:, None]]
     return math.exp(float(torch.stack(losses).mean()))
 
 
@@ -74,7 +77,8 @@ def induction(
     """Share of the second half of a repeated random sequence that is predicted."""
     right = total = 0
     for trial in range(trials):
-        tokens, period = stress(tokenizer, context=context, seed=seed + 7919 * (trial + 1), period=context // 2 - 1)
+        drawn = seed_for(seed, "receipt induction", trial)
+        tokens, period = stress(tokenizer, context=context, seed=drawn, period=context // 2 - 1)
         right += int(_guessed(model, tokens, period).sum())
         total += period
     return right / total
@@ -95,8 +99,10 @@ def needle(
     for length in lengths:
         hay = passages(tokenizer, text, context=length, count=trials, seed=seed, split="heldout")
         for depth in DEPTHS:
+            seeds = [seed_for(seed, "receipt needle", trial) for trial in range(trials)]
             hits = [
-                _recalled(model, *hide(tokenizer, straw, depth, seed=seed + trial)) for trial, straw in enumerate(hay)
+                _recalled(model, *hide(tokenizer, straw, depth, seed=drawn))
+                for drawn, straw in zip(seeds, hay, strict=True)
             ]
             found[f"{length}@{depth:.1f}"] = sum(hits) / len(hits)
     return found

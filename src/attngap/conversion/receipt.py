@@ -21,6 +21,7 @@ FILE = "receipt.json"
 DEFAULT_CONTEXT: int = ConversionOptions.default("context")
 ORIGINAL, CONVERTED, WINDOW, RANDOM = "original", "converted", "sinks + window only", "random heads"
 WITHOUT = "without features"  # at each length: the same heads, sinks and window only
+WITHOUT_WINDOW = "without window"  # the same features, for the window's keys too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,20 @@ class Figures:
     speed: dict[str, list[Speed]]
     notes: list[str]
     by_length: list[AtLength] = dataclasses.field(default_factory=list)
+
+
+class Entry(BaseModel):
+    """A later measurement, on the text of this hash; what the conversion itself measured stays as it was."""
+
+    model_config = ConfigDict(extra="forbid")
+    time: str  # UTC, ISO
+    text: str  # what was read, in words
+    text_sha256: str
+    quality: dict[str, Quality] = {}
+    speed: dict[str, list[Speed]] = {}
+    by_length: list[AtLength] = []
+    notes: list[str] = []
+    provenance: dict[str, Any] = {}
 
 
 class Receipt(BaseModel):
@@ -55,15 +70,33 @@ class Receipt(BaseModel):
     seconds: dict[str, float] = {}
     notes: list[str] = []
     provenance: dict[str, Any] = {}
+    entries: list[Entry] = []  # measured later, by `attngap eval`, the oldest first
 
     def save(self, directory: str | Path) -> None:
         write_text(Path(directory) / FILE, self.model_dump_json(by_alias=True, indent=1) + "\n")
 
-    def with_figures(self, figures: Figures, *, seconds: dict[str, float] | None = None) -> "Receipt":
+    def with_figures(
+        self, figures: Figures, *, seconds: dict[str, float] | None = None, note: str | None = None
+    ) -> "Receipt":
         """The receipt with what was measured, and where that falls short."""
         changes: dict[str, Any] = {"quality": figures.quality, "speed": figures.speed, "by_length": figures.by_length}
         found = self.model_copy(update=changes | ({} if seconds is None else {"seconds": dict(seconds)}))
-        return found.model_copy(update={"notes": [*self.notes, *figures.notes, *found.shortcomings()]})
+        said = [] if note is None else [note]
+        return found.model_copy(update={"notes": [*self.notes, *said, *figures.notes, *found.shortcomings()]})
+
+    def with_entry(self, figures: Figures, *, text: str, text_sha256: str, made: dict[str, Any]) -> "Receipt":
+        """The receipt with a later measurement beside what it holds."""
+        found = Entry(
+            time=made["time"],
+            text=text,
+            text_sha256=text_sha256,
+            quality=figures.quality,
+            speed=figures.speed,
+            by_length=figures.by_length,
+            notes=figures.notes,
+            provenance=made,
+        )
+        return self.model_copy(update={"entries": [*self.entries, found]})
 
     @classmethod
     def load(cls, directory: str | Path) -> "Receipt":

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attngap.conversion.calibration import Shares, calibration, repeats
-from attngap.conversion.choose import convert, group_sizes, head_damage, prune, refine
+from attngap.conversion.choose import Judge, PassageJudge, convert, group_sizes, prune, refine
 from attngap.conversion.fitting import fit_all
 from attngap.conversion.joint import Reference, fit_jointly, trainable
-from attngap.conversion.long import LongCalibration, fit_slices, long_enough, prune_by_slices
+from attngap.conversion.long import LongCalibration, fit_slices, long_enough
+from attngap.conversion.material import Material
 from attngap.conversion.options import ConversionOptions
 from attngap.conversion.quality import perplexity
 from attngap.conversion.receipt import Receipt
@@ -31,13 +30,7 @@ from attngap.progress import progress
 from attngap.provenance import provenance
 from attngap.storage.checkpoint import Checkpoint
 
-# Offsets of the seed for repeated random tokens that calibration does not have: of the held-out passage, and of the
-# first that joint steps see.
-HELDOUT_SEED, JOINT_SEED = 50, 100
 JOINT_RATE = 7e-4  # at three times this the joint pass of a well-fitted model found nothing better than its start
-# Of so many joint steps all but one are on repeated tokens: recall loses far more than text does, and repeated tokens
-# cost nothing and never run out.
-TEXT_EVERY = 4
 LONGEST = 8192  # tokens a conversion is for unless told: reading longer passages takes minutes
 
 
@@ -62,10 +55,11 @@ class ConversionRun:
         self.notes: list[str] = []
         self.errors: Tensor | None = None
         self.joint: dict[str, float] = {}
-        self.tokens = self._calibrate()
-        self.heldout = 3 if len(self.tokens) >= 6 else 1  # one passage of each kind, where there are enough
         self.length = self._length()
-        self.long = self._long() if self._slices() else None
+        with self.stage("calibration text", 1):
+            long = self.length if self._slices() else None
+            self.material = Material.draw(model, tokenizer, text, options, checkpoint, long=long)
+        self.long = self._long()
         if not all(getattr(m, "reach", None) is None for m in mechanisms.values()):
             self.notes.append(
                 f"positions enter this model's keys in a way that cannot be undone: from token {options.context} on "
@@ -80,18 +74,6 @@ class ConversionRun:
             yield advance
         self.seconds[name] = round(time.monotonic() - start, 1)
 
-    def _calibrate(self) -> Int[Tensor, "count context"]:
-        o = self.options
-        shares = Shares.of(o.tokens // o.context, generative=self.is_language_model)
-        with self.stage("calibration text", 1):
-            done = self.checkpoint.get("tokens")
-            if done is not None:
-                return done["tokens"]
-            sizes = {"context": o.context, "window": o.window, "seed": o.seed}
-            found = calibration(self.model, self.tokenizer, self.text, shares, **sizes)
-            self.checkpoint.put("tokens", {"tokens": found})
-            return found
-
     def _length(self) -> int:
         """The tokens a conversion is for."""
         own = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or self.options.context
@@ -102,10 +84,12 @@ class ConversionRun:
         able = self.is_language_model and not self.model.config.is_encoder_decoder and not self.options.lora
         return able and long_enough(self.mechanisms, self.length, self.options.context)
 
-    def _long(self) -> LongCalibration:
-        o = self.options
-        sizes = {"heldout": self.heldout, "length": self.length, "window": o.window, "exact": self._exact}
-        return LongCalibration(self.model, self.tokenizer, self.text, self.tokens, seed=o.seed, **sizes)
+    def _long(self) -> LongCalibration | None:
+        made = self.material
+        if made.facts is None or made.repeated is None:
+            return None
+        sizes = {"heldout": made.heldout, "exact": self._exact}
+        return LongCalibration(self.model, made.short, made.facts, made.repeated, **sizes)
 
     @functools.cached_property
     def _slice_reference(self) -> SliceReference:
@@ -116,15 +100,15 @@ class ConversionRun:
         """Fit every layer to its own outputs, then choose the heads that keep softmax."""
         o = self.options
         steps: dict[str, Any] = {"steps": o.steps, "check": max(1, o.steps // 4), "batch": 2}
-        fit = FitOptions(heldout=self.heldout, seed=o.seed, horizon=self.length, **steps)
-        longer = None
+        fit = FitOptions(heldout=self.material.heldout, seed=o.seed, horizon=self.length, **steps)
+        more: dict[str, Any] = {}
         if self.long is not None:
             with self.stage("reading long passages", 2) as advance:
                 self.long.read(advance)
-            longer = self.long.seen
+            more = {"longer": self.long.seen, "read": self.long.read_short}
         with self.stage("fitting layers", len(self.mechanisms)) as advance:
-            shared = (self.model, self.mechanisms, self.tokens, fit, self.checkpoint, advance, ray)
-            self.errors = fit_all(*shared, longer=longer)
+            shared = (self.model, self.mechanisms, self.material.short, fit, self.checkpoint, advance, ray)
+            self.errors = fit_all(*shared, **more)
         done = self.checkpoint.get("keep")
         if done is not None:
             return frozenset((layer, head) for layer, head in done["keep"].tolist())
@@ -135,28 +119,26 @@ class ConversionRun:
 
     def _choose(self, advance: Callable[..., None]) -> Keep:
         o, heads = self.options, self._heads()
-        how = {"rounds": o.rounds, "grouped": o.granularity == "group", "advance": advance}
+        group = group_sizes(self.mechanisms, grouped=o.granularity == "group")
         if o.max_ppl_ratio is not None:
-            keep = self._smallest(o.max_ppl_ratio)
-        elif o.keep is not None and self.long is not None:
-            group = group_sizes(self.mechanisms, grouped=o.granularity == "group")
-            count = round(o.keep * heads)
-            return prune_by_slices(self._slice_reference, count, group, rounds=o.rounds, advance=advance)
+            keep = self._smallest(o.max_ppl_ratio, group)
         elif o.keep is not None:
-            return prune(self.model, self.mechanisms, round(o.keep * heads), self._reference, **how)
+            return prune(self._judge, round(o.keep * heads), group, rounds=o.rounds, advance=advance)
         else:
             keep = frozenset((layer, head) for layer, head in self.plan.keep if layer in self.mechanisms)
         if not 0 < len(keep) < heads:
             return keep
-        return refine(self.model, self.mechanisms, keep, self._reference, **how)
+        return refine(self._judge, keep, group, rounds=o.rounds, advance=advance)
+
+    @property
+    def _judge(self) -> Judge:
+        if self.long is not None:
+            return self._slice_reference
+        return PassageJudge(self.model, self.mechanisms, self._reference)
 
     @functools.cached_property
     def _reference(self) -> Reference:
-        """The held-out passages; of a language model one more that asks for recall, which then counts half of all."""
-        heldout = self.tokens[-self.heldout :]
-        if self.is_language_model:
-            heldout = torch.cat([heldout, self._repeats(HELDOUT_SEED)])
-        return Reference(self.model, heldout, self._exact)
+        return Reference(self.model, self.material.judging(recall=self.is_language_model), self._exact)
 
     @property
     def _exact(self) -> int:
@@ -164,19 +146,17 @@ class ConversionRun:
         part = next(iter(self.mechanisms.values()), None)
         return part.window + part.sinks if isinstance(part, Hybrid) else 0
 
-    def _repeats(self, number: int) -> Int[Tensor, "1 context"]:
-        """Repeated random tokens that calibration does not have."""
-        o = self.options
-        return repeats(self.tokenizer, context=o.context, beyond=o.window, seed=o.seed + number)
-
     def _heads(self) -> int:
         return sum(m.heads for m in self.mechanisms.values())
 
-    def _smallest(self, target: float) -> Keep:
-        """Bisection over the number of kept heads, ordered by the damage their replacements do."""
-        tokens = self.tokens[-min(2, self.heldout) :]  # not fitted to, and of another part of the text than a receipt
-        scores = head_damage(self.model, self.mechanisms, self._reference)
-        group = group_sizes(self.mechanisms, grouped=self.options.granularity == "group")
+    def _smallest(self, target: float, group: dict[int, int]) -> Keep:
+        """Bisection over the number of kept heads, ordered by the damage their replacements do.
+
+        The passages are not fitted to, judge nothing else, and are of another part of the text than a receipt.
+        """
+        tokens = self.material.targets
+        assert tokens is not None
+        scores = self._judge.head_damage()
         before = perplexity(self.model, tokens)
         low, high, best = 0, self._heads(), frozenset(scores)
         ratio = 1.0
@@ -209,7 +189,7 @@ class ConversionRun:
                 before, after = fit_jointly(
                     self.model,
                     converted,
-                    self._joint_passages(),
+                    self.material.joint(recall=self.is_language_model),
                     self._reference,
                     rate=JOINT_RATE,
                     checkpoint=self.checkpoint,
@@ -232,18 +212,6 @@ class ConversionRun:
         for layer, m in parts.items():
             m.load_state_dict({name: done[f"{layer}.{name}"] for name in m.state_dict()})
         return before, after
-
-    def _joint_passages(self) -> Int[Tensor, "steps context"]:
-        """New repeated random tokens, and every fourth time a passage of calibration."""
-        o, train = self.options, len(self.tokens) - self.heldout
-        generator = torch.Generator().manual_seed(o.seed)
-        order = torch.cat([torch.randperm(train, generator=generator) for _ in range(-(-o.joint // train))])
-        chosen = self.tokens[order[: o.joint]]
-        if self.is_language_model:
-            for step in range(o.joint):
-                if (step + 1) % TEXT_EVERY:
-                    chosen[step] = self._repeats(JOINT_SEED + step)[0]
-        return chosen
 
     def receipt(self, keep: Keep) -> Receipt:
         """What was kept and how well the others fit; nothing is measured yet."""

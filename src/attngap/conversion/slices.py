@@ -1,41 +1,50 @@
 """Slices of long passages whose past the original has read: what heads do at any distance, at the price of the slice.
 
 A model at 8,192 tokens costs minutes and, with gradients, more memory than there is. Here the original reads a passage
-once and its keys and values are kept; a few hundred tokens anywhere in it are then read anew, with some heads replaced:
-their far features sum over the kept past, kept heads read all of it. Errors that replacements would have made in the
-past itself are left out.
+once and its keys, values and last states are kept; a few hundred tokens anywhere in it are then read anew, with some
+heads replaced: their far features sum over the kept past, kept heads read all of it. Errors that replacements would
+have made in the past itself are left out. What the original says of these tokens comes from its last states.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from attngap.conversion.choose import of_all
 from attngap.conversion.joint import divergence
 from attngap.heads.choice import HeadIndex, Keep
 from attngap.heads.damage import frozen, label_directions
 from attngap.heads.forward import body_of, forward
-from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.base import Mechanism, State
 from attngap.mechanisms.fit import Seen
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, capture
 
 HELD = torch.float16  # of kept keys and values: they are read once each time a slice is
+CHECKED = 8  # tokens on which the output layer must give the model's own logits
 
 
 class Kept(NamedTuple):
-    """One layer's keys and values of a whole passage, and how they were turned."""
+    """One layer's keys and values of whole passages, and how they were turned."""
 
-    k: Float[Tensor, "1 h_kv t d"]
-    v: Float[Tensor, "1 h_kv t dv"]
+    k: Float[Tensor, "b h_kv t d"]
+    v: Float[Tensor, "b h_kv t dv"]
     rotary: Angles | None
+
+    def only(self, which: slice) -> "Kept":
+        if self.rotary is None:
+            return Kept(self.k[which], self.v[which], None)
+        cos, sin = (x if len(x) == 1 else x[which] for x in self.rotary)
+        return Kept(self.k[which], self.v[which], (cos, sin))
 
     def before(self, start: int) -> tuple[Tensor, Tensor, Angles | None]:
         turned = None if self.rotary is None else (self.rotary[0][:, :start], self.rotary[1][:, :start])
@@ -44,10 +53,17 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Past:
-    """A passage the original has read."""
+    """Passages the original has read; `states` are its last hidden ones, where logits come from them alone."""
 
-    tokens: Int[Tensor, "1 t"]
+    tokens: Int[Tensor, "b t"]
     layers: Mapping[int, Kept]
+    states: Float[Tensor, "b t d"] | None = None
+
+    def only(self, place: int) -> "Past":
+        """One of several passages that were read together."""
+        one = slice(place, place + 1)
+        layers = {layer: each.only(one) for layer, each in self.layers.items()}
+        return Past(self.tokens[one], layers, None if self.states is None else self.states[one])
 
 
 class Slice(NamedTuple):
@@ -58,11 +74,18 @@ class Slice(NamedTuple):
     stop: int
 
 
+class Shares(NamedTuple):
+    """Zeros that a gradient is wanted for, one for each of some heads of a layer and each token."""
+
+    heads: Int[Tensor, " m"]
+    value: Float[Tensor, "m n"]
+
+
 @torch.no_grad()
 def read_past(
-    model: PreTrainedModel, tokens: Int[Tensor, "1 t"], note: Callable[[int, Seen], None] | None = None
+    model: PreTrainedModel, tokens: Int[Tensor, "b t"], note: Callable[[int, Seen], None] | None = None
 ) -> Past:
-    """Let the original read a passage; `note` gets what each layer read and wrote."""
+    """Let the original read passages of one length; `note` gets what each layer read and wrote."""
     layers: dict[int, Kept] = {}
 
     def watch(call: Call) -> None:
@@ -74,8 +97,30 @@ def read_past(
 
     body = body_of(model)
     with capture(body, watch):
-        forward(body, tokens)
-    return Past(tokens, layers)
+        found = forward(body, tokens)
+    return Past(tokens, layers, found.last_hidden_state if states_give_logits(model, tokens[:1, :CHECKED]) else None)
+
+
+@torch.no_grad()
+def states_give_logits(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> bool:
+    """Whether the output layer makes the logits of the last hidden states: no scaling, no cap, nothing between."""
+    body, last = body_of(model), model.get_output_embeddings()
+    if body is model or last is None:
+        return False
+    states, logits = forward(body, tokens).last_hidden_state, forward(model, tokens).logits
+    made = last(states)
+    return made.shape == logits.shape and torch.allclose(made.float(), logits.float(), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def teacher_logits(
+    model: PreTrainedModel, mechanisms: Mapping[int, Mechanism], piece: Slice
+) -> Float[Tensor, "1 n vocabulary"]:
+    """What the original says of the slice; read anew only where its last states do not tell."""
+    states, last = piece.past.states, model.get_output_embeddings()
+    if states is None or last is None:
+        return read_slice(model, mechanisms, piece, None)
+    return last(states[:, piece.start : piece.stop])
 
 
 def read_slice(
@@ -83,11 +128,13 @@ def read_slice(
     mechanisms: Mapping[int, Mechanism],
     piece: Slice,
     keep: Keep | None,
-    shares: Mapping[int, Float[Tensor, "h n"]] | None = None,
+    shares: Mapping[int, Shares] | None = None,
+    before: Callable[[int], State] | None = None,
 ) -> Float[Tensor, "1 n vocabulary"]:
     """Logits of the slice with all heads replaced but those in `keep`; with None every head keeps softmax.
 
-    With `shares`, zeros that a gradient is wanted for, share_ht (softmax - replacement) is added to head h at token t.
+    With `shares`, share_ht (softmax - replacement) is added to head h at token t. `before` gives a layer's state after
+    the past where it is known; without, it is made of the past's keys, and gradients reach the features.
     """
     past, start, stop = piece
 
@@ -97,19 +144,22 @@ def read_slice(
         mechanism = mechanisms.get(call.layer)
         kept = torch.tensor([keep is None or (call.layer, head) in keep for head in range(call.heads)])
         if mechanism is None:
-            kept[:] = True
-        everything = shares is not None and mechanism is not None
-        out = call.output
-        exact = _exact(call, past, start, kept | everything) if everything or bool(kept.any()) else None
-        if mechanism is None or (bool(kept.all()) and not everything):
+            return _exact(call, past, start, torch.ones_like(kept))
+        share = None if shares is None else shares.get(call.layer)
+        exact = _exact(call, past, start, kept) if bool(kept.any()) else None
+        if exact is not None and bool(kept.all()) and share is None:
             return exact
-        replaced = _replaced(call, mechanism, past.layers[call.layer], start)
-        if exact is None:
-            return replaced
-        out = torch.where(kept[:, None, None], exact, replaced)
-        if shares is None or call.layer not in shares:
+        state = _state(mechanism, past.layers[call.layer], start) if before is None else before(call.layer)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not bool(kept.all())):
+            replaced = _replaced(call, mechanism, state, start)
+        out = replaced if exact is None else torch.where(kept[:, None, None], exact, replaced)
+        if share is None:
             return out
-        return out + shares[call.layer][..., None] * (exact - replaced).detach()
+        with torch.no_grad():  # softmax of heads that are replaced is asked for by their shares alone
+            asked = torch.zeros_like(kept).index_fill(0, share.heads, True) & ~kept
+            other = _exact(call, past, start, asked) if bool(asked.any()) else torch.zeros_like(replaced)
+            change = torch.where(kept[:, None, None], out, other) - replaced
+        return out.index_add(1, share.heads, share.value[None, ..., None] * change[:, share.heads])
 
     position = torch.arange(start, stop, device=past.tokens.device)[None]
     with capture(model, watch):
@@ -146,33 +196,57 @@ def _exact(call: Call, past: Past, start: int, wanted: Bool[Tensor, " h"]) -> Fl
     return torch.cat(found, 1)
 
 
-def _replaced(call: Call, mechanism: Mechanism, before: Kept, start: int) -> Float[Tensor, "1 h n dv"]:
+def _state(mechanism: Mechanism, before: Kept, start: int) -> State:
+    """Of the replacement after the past. For a gradient it is made twice: features of 8,192 keys of every layer take
+    more memory than all the rest."""
     if not isinstance(mechanism, Hybrid):
         raise TypeError(f"slices need hybrids, got {mechanism.name}")
-    k, v, rotary = before.before(start)
-    state = mechanism.state_after(k, v, rotary)
+
+    def made() -> State:
+        return mechanism.state_after(*before.before(start))
+
+    if not torch.is_grad_enabled():
+        return made()
+    found = checkpoint(made, use_reentrant=False)
+    assert isinstance(found, dict)
+    return found
+
+
+def _replaced(call: Call, mechanism: Mechanism, state: State, start: int) -> Float[Tensor, "1 h n dv"]:
     streams = mechanism.read(None, call.q, call.k, call.v, start=start, rotary=call.rotary)
     return mechanism.chunked(streams, state)[0]
 
 
 class SliceReference:
-    """The divergence from the original on some slices."""
+    """The divergence from the original on some slices.
+
+    States after the past are made once, and anew after `forget`, which whoever trains the replacements calls.
+    """
 
     @torch.no_grad()
     def __init__(self, original: PreTrainedModel, mechanisms: Mapping[int, Mechanism], pieces: Sequence[Slice]):
         self.original, self.mechanisms, self.pieces = original, mechanisms, list(pieces)
-        self._teachers = [read_slice(original, mechanisms, piece, None).to(HELD) for piece in pieces]
+        self._teachers = [teacher_logits(original, mechanisms, piece).to(HELD) for piece in pieces]
+        self._states: dict[tuple[int, int], State] = {}
 
-    def pairs(self) -> Iterator[tuple[Slice, Tensor]]:
-        for piece, teacher in zip(self.pieces, self._teachers, strict=True):
-            yield piece, teacher.float()
+    def forget(self) -> None:
+        """The replacements have changed."""
+        self._states.clear()
+
+    def pairs(self) -> Iterator[tuple[int, Tensor]]:
+        """The places of the slices and what the original says of them."""
+        for place, teacher in enumerate(self._teachers):
+            yield place, teacher.float()
 
     @torch.no_grad()
     def divergence(self, keep: Keep) -> Float[Tensor, " count"]:
         """With these heads kept, on each slice."""
-        return torch.stack([self.loss(piece, teacher, keep) for piece, teacher in self.pairs()])
+        losses = [divergence(self._read(i, keep), teacher, is_language_model=True) for i, teacher in self.pairs()]
+        return torch.stack(losses)
 
-    def loss(self, piece: Slice, teacher: Tensor, keep: Keep) -> Float[Tensor, ""]:
+    def loss(self, piece: Slice, keep: Keep) -> Float[Tensor, ""]:
+        """On any slice, with gradients of the features."""
+        teacher = teacher_logits(self.original, self.mechanisms, piece)
         out = read_slice(self.original, self.mechanisms, piece, keep)
         return divergence(out, teacher, is_language_model=True)
 
@@ -181,31 +255,46 @@ class SliceReference:
         generator = torch.Generator().manual_seed(seed)
         every = frozenset((layer, head) for layer, m in self.mechanisms.items() for head in range(m.heads))
         found = []
-        for piece in self.pieces:
-            shares = self._shares(piece)
+        for place in range(len(self.pieces)):
+            shares = self._shares(place, every)
             with self._frozen(), torch.enable_grad():
-                out = read_slice(self.original, self.mechanisms, piece, every, shares)
+                out = self._read(place, every, shares)
             found.append(_information(out, shares, generator))
         return of_all(found)
 
-    def softmax_gains(self, keep: Keep, *, seed: int = 0) -> tuple[dict[HeadIndex, float], Float[Tensor, " count"]]:
-        """What softmax in each head gains the model as converted now, to second order, and the divergences."""
+    def softmax_gains(
+        self, keep: Keep, among: Keep | None = None, *, seed: int = 0
+    ) -> tuple[dict[HeadIndex, float], Float[Tensor, " count"]]:
+        """What softmax in each head `among` some gains the model as converted now, to second order; the divergences."""
         generator = torch.Generator().manual_seed(seed)
+        every = frozenset((layer, head) for layer, m in self.mechanisms.items() for head in range(m.heads))
         losses, found = [], []
-        for piece, teacher in self.pairs():
-            shares = self._shares(piece)
+        for place, teacher in self.pairs():
+            shares = self._shares(place, every if among is None else among)
             with self._frozen(), torch.enable_grad():
-                out = read_slice(self.original, self.mechanisms, piece, keep, shares)
+                out = self._read(place, keep, shares)
                 loss = divergence(out, teacher, is_language_model=True)
-            slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
+            slopes = torch.autograd.grad(loss, [share.value for share in shares.values()], retain_graph=True)
             second = _information(out, shares, generator)
-            gains = {}
             for (layer, share), slope in zip(shares.items(), slopes, strict=True):
-                sign = torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(len(share))])
-                gains[layer] = sign * second[layer] - slope.sum(-1)
-            found.append(gains)
+                for place_of, head in enumerate(share.heads.tolist()):
+                    sign = 1.0 if (layer, head) in keep else -1.0
+                    second[layer, head] = sign * second[layer, head] - float(slope[place_of].sum())
+            found.append(second)
             losses.append(loss.detach())
         return of_all(found), torch.stack(losses)
+
+    def _read(self, place: int, keep: Keep, shares: Mapping[int, Shares] | None = None) -> Tensor:
+        piece = self.pieces[place]
+
+        def before(layer: int) -> State:
+            if (place, layer) not in self._states:
+                with torch.no_grad():
+                    made = _state(self.mechanisms[layer], piece.past.layers[layer], piece.start)
+                self._states[place, layer] = made
+            return dict(self._states[place, layer])
+
+        return read_slice(self.original, self.mechanisms, piece, keep, shares, before)
 
     def _frozen(self) -> contextlib.ExitStack:
         """No gradients of weights, neither of the model's nor of the replacements'."""
@@ -214,24 +303,22 @@ class SliceReference:
             stack.enter_context(frozen(part))
         return stack
 
-    def _shares(self, piece: Slice) -> dict[int, Float[Tensor, "h n"]]:
-        rows = piece.stop - piece.start
-        return {layer: torch.zeros(m.heads, rows, requires_grad=True) for layer, m in self.mechanisms.items()}
+    def _shares(self, place: int, heads: Keep) -> dict[int, Shares]:
+        rows = self.pieces[place].stop - self.pieces[place].start
+        found = {}
+        for layer, m in self.mechanisms.items():
+            some = torch.tensor([head for head in range(m.heads) if (layer, head) in heads], dtype=torch.long)
+            if len(some):
+                found[layer] = Shares(some, torch.zeros(len(some), rows, requires_grad=True))
+        return found
 
 
-def _information(out: Tensor, shares: Mapping[int, Tensor], generator: torch.Generator) -> dict[int, Tensor]:
+def _information(out: Tensor, shares: Mapping[int, Shares], generator: torch.Generator) -> dict[HeadIndex, float]:
+    """Half the second derivative of the divergence in each head's share."""
     (direction,) = label_directions(out.detach(), generator)
-    grads = torch.autograd.grad(out, list(shares.values()), direction)
-    return {layer: grad.square().sum(-1) / out.shape[1] / 2 for layer, grad in zip(shares, grads, strict=True)}
-
-
-def of_all(found: Iterable[Mapping[int, Tensor]]) -> dict[HeadIndex, float]:
-    """Mean over slices of each head's value relative to the sum of all positive ones: all slices weigh alike."""
-    found = list(found)
-    total: dict[HeadIndex, float] = {}
-    for values in found:
-        scale = sum(float(value.clamp(min=0).sum()) for value in values.values())
-        for layer, value in values.items():
-            for head, x in enumerate(value.tolist()):
-                total[layer, head] = total.get((layer, head), 0.0) + x / max(scale, 1e-12) / len(found)
-    return total
+    grads = torch.autograd.grad(out, [share.value for share in shares.values()], direction)
+    return {
+        (layer, head): float(grad[i].square().sum()) / out.shape[1] / 2
+        for (layer, share), grad in zip(shares.items(), grads, strict=True)
+        for i, head in enumerate(share.heads.tolist())
+    }

@@ -37,7 +37,7 @@ def passages(
         raise AttngapError(
             f"passages need context >= {len(prefix) + len(suffix) + 1} and count >= 1, got {context}, {count}"
         )
-    tokens = _tokens(tokenizer, _piece(text, split))
+    tokens = split_tokens(tokenizer, text, split)
     room = len(tokens) // body
     if room < count:
         raise AttngapError(
@@ -47,6 +47,15 @@ def passages(
     order = torch.randperm(room, generator=torch.Generator().manual_seed(seed))[:count]
     rows = [[*prefix, *tokens[i * body : (i + 1) * body], *suffix] for i in order.tolist()]
     return torch.tensor(rows)
+
+
+def split_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str | Sequence[str] | None, split: Split = "calibration"
+) -> list[int]:
+    """All tokens of one split of the text, in order and without special ones."""
+    # verbose=False: the pieces are longer than the model's context on purpose
+    pieces = _piece(text, split)
+    return [i for piece in pieces for i in tokenizer(piece, add_special_tokens=False, verbose=False).input_ids]
 
 
 def stress(
@@ -136,8 +145,3 @@ def _word_start(text: str, place: int) -> int:
     while 0 < place < len(text) and not text[place - 1].isspace():
         place += 1
     return place
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[int]:
-    # verbose=False: the pieces are longer than the model's context on purpose
-    return [i for piece in pieces for i in tokenizer(piece, add_special_tokens=False, verbose=False).input_ids]
