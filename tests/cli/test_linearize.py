@@ -1,3 +1,4 @@
+import hashlib
 import json
 import shutil
 
@@ -124,19 +125,29 @@ def preferred(folder, question, choices):
     return scores.index(max(scores))
 
 
-def test_eval_measures_again_and_updates_the_receipt(place, tmp_path):
+def test_eval_adds_what_it_measures_and_leaves_what_stood_there(place, tmp_path):
     shutil.copytree(place / "fast", tmp_path / "fast")
     before = json.loads((tmp_path / "fast" / "receipt.json").read_text())
     sizes = ["--passages", "1", "--trials", "1", "--contexts", "48,64", "--prefill-up-to", "48"]
-    found = run(place, "eval", tmp_path / "fast", "--text", place / "text.txt", *sizes, "--json")
-    assert found.exit_code == 0, found.exception
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT[::-1])
+    for text in (place / "text.txt", other):
+        found = run(place, "eval", tmp_path / "fast", "--text", text, *sizes, "--json")
+        assert found.exit_code == 0, found.exception
     after = json.loads((tmp_path / "fast" / "receipt.json").read_text())
     assert json.loads(found.stdout) == after
-    assert [speed["context"] for speed in after["speed"]["converted"]] == [48, 64]
-    assert [speed["prefill"] is None for speed in after["speed"]["original"]] == [False, True]
-    assert after["quality"]["original"]["perplexity_ratio"] == 1.0
-    assert after["quality"]["converted"]["divergence"] != before["quality"]["converted"]["divergence"]
-    assert after["keep"] == before["keep"]
+    assert after | {"entries": []} == before
+    first, second = after["entries"]
+    assert [entry["text"] for entry in (first, second)] == ["text.txt", "other.txt"]
+    assert second["text_sha256"] == hashlib.sha256(TEXT[::-1].encode()).hexdigest() != first["text_sha256"]
+    assert first["time"] <= second["time"] == second["provenance"]["time"]
+    assert [speed["context"] for speed in first["speed"]["converted"]] == [48, 64]
+    assert [speed["prefill"] is None for speed in first["speed"]["original"]] == [False, True]
+    assert first["quality"]["original"]["perplexity_ratio"] == 1.0
+    assert first["quality"]["converted"]["divergence"] != second["quality"]["converted"]["divergence"]
+    card = (tmp_path / "fast" / "README.md").read_text()
+    assert card.count("### Measured 2") == 2
+    assert f"{second['quality']['converted']['divergence']:.4f}" in card
 
 
 TASK = """
@@ -194,6 +205,8 @@ def test_what_was_not_measured_is_measured_later(place, tmp_path):
     assert found.exit_code == 0, found.exception
     receipt = json.loads((tmp_path / "new" / "receipt.json").read_text())
     assert json.loads(found.stdout) == receipt
+    assert receipt["entries"] == []
+    assert receipt["notes"][0].startswith("measured later on text.txt (sha256 ")
     assert receipt["quality"]["original"]["perplexity_ratio"] == 1
     assert receipt["quality"]["converted"]["divergence"] > 0
     assert [point["context"] for point in receipt["speed"]["converted"]] == [96]

@@ -1,12 +1,19 @@
 """`attngap eval`: measure a converted model again, at length, or on tasks of lm-evaluation-harness."""
 
+import dataclasses
+import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attngap.errors import AttngapError, missing_extra
+
+if TYPE_CHECKING:
+    from attngap.conversion.evaluate import Measures
+
+SUITE_LENGTHS = "1024,4096"
 
 
 def evaluate(
@@ -19,13 +26,18 @@ def evaluate(
     lm_eval: Annotated[str | None, typer.Option(help="A task of lm-evaluation-harness, or its .yaml.")] = None,
     limit: Annotated[int | None, typer.Option(help="Examples a task, for --lm-eval.")] = None,
     suite: Annotated[str | None, typer.Option(help="Long-context tasks with commas between, or `all`.")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of each context, for --suite.")] = "1024,4096",
+    lengths: Annotated[
+        str | None, typer.Option(help="For quality, each part. Default: 1024,4096,8192; for --suite 1024,4096.")
+    ] = None,
     examples: Annotated[int, typer.Option(help="Contexts per task and length, for --suite.")] = 4,
     seed: Annotated[int, typer.Option(help="Of what --suite asks.")] = 0,
     export: Annotated[Path | None, typer.Option(help="Write the suite for lm-evaluation-harness instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
-    """Measure quality, recall, speed and memory beside the original and the baselines, and update the receipt.
+    """Measure quality, recall, speed and memory beside the original and the baselines.
+
+    The figures of a conversion that was not measured yet become its receipt's own. Any others are added to the receipt
+    with their date and the hash of their text; nothing that stands there is overwritten. The folder's README follows.
 
     Examples: attngap eval fast --text speech.txt, attngap eval fast --suite needle,lookup --lengths 2048,
     attngap eval fast --lm-eval task.yaml --limit 100
@@ -33,34 +45,55 @@ def evaluate(
     if suite is not None:
         from attngap.cli import eval_suite
 
-        eval_suite.main(str(directory), suite, text, parse_contexts(lengths), examples, seed, export, as_json)
+        wanted = parse_contexts(lengths or SUITE_LENGTHS)
+        eval_suite.main(str(directory), suite, text, wanted, examples, seed, export, as_json)
         return
     if not (directory / "attngap.json").exists():
         raise AttngapError(f"No converted model in '{directory}'. Write one: attngap linearize MODEL -o {directory}")
     if lm_eval is not None:
         harness(directory, lm_eval, limit, as_json)
         return
-    from attngap.cli.linearize import show
-    from attngap.conversion.evaluate import Measures, measure
-    from attngap.conversion.receipt import FILE, Receipt, unmeasured_receipt
-    from attngap.heads.passages import read
-    from attngap.models.load import load
-    from attngap.models.save import load_base, read_record
+    from attngap.conversion.evaluate import Measures
 
-    conversion = read_record(directory)
-    receipt = Receipt.load(directory) if (directory / FILE).exists() else unmeasured_receipt(conversion)
     measures = Measures(
         passages=passages,
         trials=trials,
+        by_length=parse_contexts(lengths) if lengths else Measures.by_length,
         contexts=parse_contexts(contexts),
         prefill_up_to=prefill_up_to,
-        text=read(text) if text else None,
+        repetition=True,
     )
+    _measure(directory, measures, text, as_json)
+
+
+def _measure(directory: Path, measures: "Measures", text: list[Path] | None, as_json: bool) -> None:
+    """Measure, and write receipt and card."""
+    from attngap.cli.linearize import show
+    from attngap.conversion.card import model_card
+    from attngap.conversion.evaluate import measure
+    from attngap.conversion.receipt import FILE, Receipt, unmeasured_receipt
+    from attngap.heads.passages import language_reference, read
+    from attngap.models.load import load
+    from attngap.models.save import CARD, load_base, read_record
+    from attngap.provenance import provenance
+    from attngap.storage.files import write_text
+
+    conversion = read_record(directory)
+    receipt = Receipt.load(directory) if (directory / FILE).exists() else unmeasured_receipt(conversion)
+    documents = read(text) if text else None
     original, tokenizer = load_base(directory, conversion)
     converted, _ = load(directory)
-    figures = measure(original, converted, tokenizer, None, measures, context=receipt.options["context"])
-    updated = receipt.model_copy(update={"notes": []}).with_figures(figures)
+    chosen = dataclasses.replace(measures, text=documents)
+    figures = measure(original, converted, tokenizer, None, chosen, context=receipt.options["context"])
+    named = ", ".join(path.name for path in text) if text else "Python's manual, its held-out part"
+    digest = hashlib.sha256("\n\n".join(documents or language_reference()).encode()).hexdigest()
+    if receipt.quality:
+        made = provenance(seed=chosen.seed, model=receipt.model)
+        updated = receipt.with_entry(figures, text=named, text_sha256=digest, made=made)
+    else:
+        updated = receipt.with_figures(figures, note=f"measured later on {named} (sha256 {digest[:16]})")
     updated.save(directory)
+    write_text(directory / CARD, model_card(updated, conversion))
     if as_json:
         print(updated.model_dump_json(by_alias=True))
     else:

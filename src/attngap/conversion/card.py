@@ -1,6 +1,10 @@
 """The model card of a converted folder: what it is, what it costs, what it gains, where its limits are."""
 
-from attngap.conversion.receipt import Receipt
+from collections.abc import Mapping, Sequence
+
+from attngap.conversion.by_length import AtLength
+from attngap.conversion.quality import Quality
+from attngap.conversion.receipt import Entry, Receipt
 from attngap.models.save import BASE, Conversion
 
 LIMITS = """\
@@ -22,15 +26,17 @@ HEADER = """\
 """
 
 
+BY_LENGTH = """\
+| over the last tokens | tokens | ratio | KL | digits recalled | repeated sequence |
+|---|---|---|---|---|---|
+"""
+
+
 def model_card(receipt: Receipt, conversion: Conversion) -> str:
     """README.md with the metadata hubs read."""
     base = receipt.model if conversion.base.name == BASE else conversion.base.name
-    rows = "\n".join(
-        f"| {name} | {_number(q.perplexity, '.2f')} | {_number(q.perplexity_ratio, '.4f')} | {q.divergence:.4f} "
-        f"| {_number(q.induction, '.1%')} | {_number(q.needle, '.1%')} |"
-        for name, q in receipt.quality.items()
-    )
-    table = HEADER + rows if rows else "Not measured yet: `attngap eval DIR`."
+    table = _figures(receipt.quality, receipt.by_length) or "Not measured yet: `attngap eval DIR`."
+    later = "".join(_later(entry) for entry in receipt.entries)
     notes = "".join(f"- {note}\n" for note in receipt.notes)
     return f"""---
 base_model: {base}
@@ -55,11 +61,32 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 
 {table}
 
-{notes}
+{notes}{later}
 ## Limits
 
 {LIMITS.format(length=_length(receipt, conversion))}
 """
+
+
+def _figures(quality: Mapping[str, Quality], by_length: Sequence[AtLength]) -> str:
+    """Tables of whole passages, and of the last tokens of passages of each length."""
+    whole = "\n".join(
+        f"| {name} | {_number(q.perplexity, '.2f')} | {_number(q.perplexity_ratio, '.4f')} | {q.divergence:.4f} "
+        f"| {_number(q.induction, '.1%')} | {_number(q.needle, '.1%')} |"
+        for name, q in quality.items()
+    )
+    lengths = "\n".join(
+        f"| {row.part} | {row.length:,} | {_number(row.perplexity_ratio, '.4f')} | {_number(row.divergence, '.4f')} "
+        f"| {_number(row.needle, '.0%')} | {_number(row.repetition, '.0%')} |"
+        for row in by_length
+    )
+    return "\n\n".join(part for part in (whole and HEADER + whole, lengths and BY_LENGTH + lengths) if part)
+
+
+def _later(entry: Entry) -> str:
+    notes = "".join(f"- {note}\n" for note in entry.notes)
+    told = f"On {entry.text} (sha256 `{entry.text_sha256[:16]}`)"
+    return f"\n### Measured {entry.time[:10]}\n\n{told}:\n\n{_figures(entry.quality, entry.by_length)}\n\n{notes}"
 
 
 def _length(receipt: Receipt, conversion: Conversion) -> str:

@@ -7,7 +7,7 @@ from attngap.charts.frame import BLUE
 from attngap.charts.inline import Grid, bars, number
 
 if TYPE_CHECKING:
-    from attngap.conversion.receipt import Receipt
+    from attngap.conversion.receipt import Entry, Receipt
 
 
 def headline(receipt: "Receipt") -> str:
@@ -20,8 +20,16 @@ def headline(receipt: "Receipt") -> str:
 
 def tables(receipt: "Receipt") -> list[Grid]:
     """Quality beside original and baselines, then speed and memory where they were measured."""
-    quality = [_quality(receipt)] if receipt.quality else []
-    return [*quality, *([_speed(receipt)] if any(receipt.speed.values()) else [])]
+    found = _grids("Quality on held-out text", receipt)
+    for entry in receipt.entries:
+        found += _grids(f"Measured {entry.time[:10]} on {entry.text}", entry)
+    return found
+
+
+def _grids(title: str, measured: "Receipt | Entry") -> list[Grid]:
+    quality = [_quality(title, measured)] if measured.quality else []
+    lengths = [_lengths(title, measured)] if measured.by_length else []
+    return [*quality, *lengths, *([_speed(measured)] if any(measured.speed.values()) else [])]
 
 
 def show(receipt: "Receipt") -> None:
@@ -45,7 +53,7 @@ def to_html(receipt: "Receipt") -> str:
     return f"<div><p><b>{escape(headline(receipt))}</b></p>{picture}{grids}{f'<ul>{notes}</ul>' if notes else ''}</div>"
 
 
-def _quality(receipt: "Receipt") -> Grid:
+def _quality(title: str, receipt: "Receipt | Entry") -> Grid:
     rows = [
         (
             name,
@@ -57,10 +65,25 @@ def _quality(receipt: "Receipt") -> Grid:
         )
         for name, found in receipt.quality.items()
     ]
-    return Grid("Quality on held-out text", ("", "perplexity", "ratio", "KL", "induction", "needle"), rows)
+    return Grid(title, ("", "perplexity", "ratio", "KL", "induction", "needle"), rows)
 
 
-def _speed(receipt: "Receipt") -> Grid:
+def _lengths(title: str, receipt: "Receipt | Entry") -> Grid:
+    rows = [
+        (
+            row.part,
+            f"{row.length:,}",
+            number(row.perplexity_ratio, ".4f"),
+            number(row.divergence, ".4f"),
+            number(row.needle, ".0%"),
+            number(row.repetition, ".0%"),
+        )
+        for row in receipt.by_length
+    ]
+    return Grid(f"{title}, last tokens", ("", "tokens", "ratio", "KL", "digits recalled", "repeated"), rows)
+
+
+def _speed(receipt: "Receipt | Entry") -> Grid:
     before, after = receipt.speed.values()
     rows = [
         (
