@@ -101,14 +101,23 @@ def _options(command: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
-    value = parameter.default
+    value = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
     if value is None or value is False or callable(value) or value == () or "Sentinel" in repr(value):
         return "required" if parameter.required else ""
     return f"`{value}`"
 
 
 def _paragraphs(text: str) -> str:
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+    """Text flows; what a docstring keeps as it stands ("\\b", examples) is printed so."""
+    return "\n\n".join(_paragraph(part) for part in text.split("\n\n"))
+
+
+def _paragraph(part: str) -> str:
+    if not part.startswith("\b\n"):
+        return " ".join(part.split())
+    title, *lines = part.removeprefix("\b\n").splitlines()
+    language = "sh" if title.startswith("Example") else "toml"
+    return f"{title}\n\n```{language}\n{textwrap.dedent(chr(10).join(lines))}\n```"
 
 
 def api_page() -> str:

@@ -1,8 +1,9 @@
 """The tree of verbs."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from attngap.cli.bench import bench
 from attngap.cli.chat import chat
@@ -18,10 +19,38 @@ from attngap.cli.report import report
 from attngap.cli.serve import serve
 from attngap.cli.theory import theory
 
+# In the order of the story, each verb with a line that fits a terminal of 80 columns.
+VERBS = {
+    "demo": (demo, "The whole story on a real model, on a CPU, in minutes."),
+    "diagnose": (diagnose, "Which heads of a model need softmax, and why?"),
+    "plan": (plan, "Which heads to keep, and what another share would cost."),
+    "linearize": (linearize, "Replace the other heads; see what it costs and gains."),
+    "generate": (generate, "Continue a prompt, token by token."),
+    "chat": (chat, "Talk to the converted model, to the original, or to both."),
+    "eval": (evaluate, "Measure a converted model again, or on long tasks."),
+    "report": (report, "One page to mail, from any mix of results."),
+    "serve": (serve, "Explore in the browser: the law, heads, both models."),
+    "mechanisms": (mechanisms, "The mechanisms: paper, size of the state, what they learn."),
+    "bench": (bench, "Speed and memory of the ops beside their peers."),
+}
+GROUPS = {"theory": theory, "probe": probe}
+
+
+class InOrder(TyperGroup):
+    """Groups of verbs stand among the verbs, before what lists and times; Typer puts them last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        verbs = [name for name in super().list_commands(ctx) if name not in GROUPS]
+        before = verbs.index("mechanisms")
+        return [*verbs[:before], *GROUPS, *verbs[before:]]
+
+
 app = typer.Typer(
     name="attngap",
+    cls=InOrder,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes leave 22 of 80 columns for words
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -41,19 +70,13 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    """Which attention heads need softmax, why, and what replaces the rest."""
+    """Which attention heads need softmax, why, and what replaces the rest.
+
+    attngap VERB --help shows what a verb takes, with examples.
+    """
 
 
-app.command()(mechanisms)
-app.add_typer(theory, name="theory")
-app.command()(bench)
-app.command()(diagnose)
-app.command()(plan)
-app.command()(linearize)
-app.command()(generate)
-app.command()(chat)
-app.command("eval")(evaluate)
-app.add_typer(probe, name="probe")
-app.command()(report)
-app.command()(serve)
-app.command()(demo)
+for verb, (function, line) in VERBS.items():
+    app.command(verb, short_help=line)(function)
+for verb, group in GROUPS.items():
+    app.add_typer(group, name=verb)

@@ -22,7 +22,10 @@ def bench(
 
     8 heads of width 64, float32, batch 1, causal. Ratios are within one run, ours and peers called in turns.
 
-    Examples: attngap bench --quick, attngap bench --json > bench.json
+    \b
+    Examples:
+      attngap bench --quick
+      attngap bench --json > bench.json
     """
     records = measure(quick)
     print(json.dumps(records, indent=2)) if as_json else _print(records)

@@ -31,7 +31,10 @@ def chat(
 ) -> None:
     """Talk to a model; it remembers what was said. After each answer: tokens read, size of the cache, speed.
 
-    Examples: attngap chat fast, attngap chat fast --which both
+    \b
+    Examples:
+      attngap chat fast
+      attngap chat fast --which both
     """
     talk(model, which=which, tokens=tokens, temperature=temperature, seed=seed)
 

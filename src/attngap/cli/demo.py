@@ -64,15 +64,19 @@ def demo(
         Path | None, typer.Option(help="Where everything goes, attngap-demo if not given; run again to resume.")
     ] = None,
     model: Annotated[str, typer.Option(help="Another model to tell the story with.")] = "smollm2",
-    prompt: Annotated[str, typer.Option(help="What both models continue.")] = PROMPT,
+    prompt: Annotated[
+        str, typer.Option(help="What both models continue.", show_default="a page with a code word to recall")
+    ] = PROMPT,
     quick: Annotated[
         bool, typer.Option("--quick", help="All steps in a minute or two, too short to mean anything: does it run?")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON on stdout.")] = False,
 ) -> None:
-    """Theory, diagnosis, plan, conversion, generation, receipt and report on a real model, in at most 12 minutes.
+    """Theory, diagnosis, plan, conversion, generation, receipt and report on a real model, in minutes.
 
-    Example: attngap demo
+    \b
+    Example:
+      attngap demo
     """
     folder = folder or Path("attngap-demo-quick" if quick else "attngap-demo")
     demo_run = Demo(folder, model, prompt, QUICK if quick else FULL, quiet=as_json)

@@ -48,7 +48,10 @@ def diagnose(
 
     Started again with the same arguments, a killed run goes on where it stopped.
 
-    Examples: attngap diagnose smollm2 -o diagnosis, attngap diagnose gpt2 --text notes.txt --quick -o quick
+    \b
+    Examples:
+      attngap diagnose smollm2 -o diagnosis
+      attngap diagnose gpt2 --text notes.txt --quick -o quick
     """
     options = DiagnosisOptions(
         context=context,

@@ -39,8 +39,11 @@ def evaluate(
     The figures of a conversion that was not measured yet become its receipt's own. Any others are added to the receipt
     with their date and the hash of their text; nothing that stands there is overwritten. The folder's README follows.
 
-    Examples: attngap eval fast --text speech.txt, attngap eval fast --suite needle,lookup --lengths 2048,
-    attngap eval fast --lm-eval task.yaml --limit 100
+    \b
+    Examples:
+      attngap eval fast --text speech.txt
+      attngap eval fast --suite needle,lookup --lengths 2048
+      attngap eval fast --lm-eval task.yaml --limit 100
     """
     if suite is not None:
         from attngap.cli import eval_suite

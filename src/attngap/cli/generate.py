@@ -28,7 +28,10 @@ def generate(
 ) -> None:
     """Continue a prompt in bounded memory; the text appears token by token. Without a prompt: a conversation.
 
-    Examples: attngap generate fast "The capital of France is", attngap generate smollm2 - < letter.txt
+    \b
+    Examples:
+      attngap generate fast "The capital of France is"
+      attngap generate smollm2 - < letter.txt
     """
     check_sampling(tokens, temperature)
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):

@@ -67,7 +67,10 @@ def linearize(
     kept by whole groups; --granularity head keeps the same number wherever they matter most. The model is saved before
     it is measured. Started again with the same arguments, a killed run goes on where it stopped.
 
-    Examples: attngap linearize smollm2 --keep 0.1 -o fast, attngap linearize smollm2 --plan plan.json -o fast
+    \b
+    Examples:
+      attngap linearize smollm2 --keep 0.1 -o fast
+      attngap linearize smollm2 --plan plan.json -o fast
     """
     _check_choice(plan, diagnosis, keep, max_ppl_ratio)
     given = {"keep": keep, "max_ppl_ratio": max_ppl_ratio, "max_ppl_length": max_ppl_length}

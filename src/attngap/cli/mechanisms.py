@@ -24,7 +24,11 @@ def mechanisms(
 ) -> None:
     """List the mechanisms: paper, size and rank of the state of one head at dim 64, what they learn.
 
-    Examples: attngap mechanisms, attngap mechanisms hedgehog, attngap mechanisms --json
+    \b
+    Examples:
+      attngap mechanisms
+      attngap mechanisms hedgehog
+      attngap mechanisms --json
     """
     if name is not None:
         record = known().get(name) or describe(name)

@@ -26,7 +26,9 @@ def plan(
 ) -> None:
     """Write which heads keep softmax and which are replaced, with the damage predicted for every other choice.
 
-    Example: attngap plan diagnosis --keep 0.1 -o plan.json
+    \b
+    Example:
+      attngap plan diagnosis --keep 0.1 -o plan.json
     """
     units = read_granularity(granularity)
     from attngap.diagnosis.result import Diagnosis

@@ -9,7 +9,7 @@ import typer
 
 from attngap.cli import complete
 
-probe = typer.Typer(no_args_is_help=True, help="Small models on recall, copying, regression and text.")
+probe = typer.Typer(no_args_is_help=True, help="Where does a mechanism fall short, on small models?")
 
 Db = Annotated[Path, typer.Option(help="Run database (SQLite).", envvar="ATTNGAP_DB")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -20,11 +20,13 @@ Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints: 
 DB = Path("attngap-runs.db")
 
 
-@probe.command("list")
+@probe.command("list", short_help="The tasks, their chance level and best score.")
 def list_tasks(as_json: AsJson = False) -> None:
     """List the tasks with their chance level and best possible score at the CPU preset.
 
-    Example: attngap probe list
+    \b
+    Example:
+      attngap probe list
     """
     from attngap.probes.presets import PRESETS
     from attngap.probes.tasks.catalogue import TASKS
@@ -59,7 +61,7 @@ def list_tasks(as_json: AsJson = False) -> None:
     )
 
 
-@probe.command()
+@probe.command(short_help="Train small models on a task, compare mechanisms.")
 def run(
     task: Annotated[str, typer.Argument(help="A task of `attngap probe list`.", autocompletion=complete.tasks)],
     mechanism: Annotated[
@@ -93,7 +95,10 @@ def run(
 
     Mechanisms are matched by width, or by state with --state. Every run is stored; what is there is not run again.
 
-    Examples: attngap probe run mqar -m softmax,elu,gated-delta --seeds 3 | attngap probe run mqar --model smollm2
+    \b
+    Examples:
+      attngap probe run mqar -m softmax,elu,gated-delta --seeds 3
+      attngap probe run mqar --model smollm2
     """
     changes = _settings(options or [])
     if model is not None:
@@ -110,7 +115,7 @@ def run(
     _run_and_show(f"run {task}", expand({**grid, **changes}), db, where, as_json)
 
 
-@probe.command()
+@probe.command(short_help="Run what a sweep file asks for; stop and go on at will.")
 def sweep(
     file: Annotated[Path, typer.Argument(help="A sweep file (TOML).")],
     db: Db = DB,
@@ -123,19 +128,22 @@ def sweep(
 ) -> None:
     """Run every combination of a sweep file that the database lacks; stop and start it at will.
 
-    Examples: attngap probe sweep recall.toml --workers 2 | attngap probe sweep recall.toml --ray auto
+    \b
+    Examples:
+      attngap probe sweep recall.toml --workers 2
+      attngap probe sweep recall.toml --ray auto
 
     \b
     A sweep file:
       name = "recall"
-      [\\[grid]]
+      [[grid]]
       tasks = ["mqar"]
       mechanisms = ["softmax", "elu", "polynomial:degree=3"]
       seeds = 3
       learning_rates = [1e-3, 4e-3]
-      \\[grid.task]
+      [grid.task]
       pairs = [4, 8, 16]
-      \\[grid.train]
+      [grid.train]
       steps = 500
     """
     from attngap.probes.runs import check
@@ -155,7 +163,7 @@ def sweep(
     _run_and_show(name, specs, db, where, as_json)
 
 
-@probe.command()
+@probe.command(short_help="Read the database: filter, pivot, export, watch.")
 def results(
     db: Db = DB,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
@@ -169,7 +177,11 @@ def results(
 ) -> None:
     """Read the database: filter, pivot, export, or watch a sweep that is running elsewhere.
 
-    Examples: attngap probe results --task mqar | attngap probe results --watch | attngap probe results --csv runs.csv
+    \b
+    Examples:
+      attngap probe results --task mqar
+      attngap probe results --watch
+      attngap probe results --csv runs.csv
     """
     from attngap.probes.summary import summarize
     from attngap.storage.runs import Runs

@@ -18,7 +18,9 @@ def report(
 ) -> None:
     """Make one self-contained page from any mix of diagnosis, plan, receipt, probe and theory results.
 
-    Example: attngap report diagnosis converted -o report.html
+    \b
+    Example:
+      attngap report diagnosis converted -o report.html
     """
     from attngap.report.build import report_page
     from attngap.report.results import read

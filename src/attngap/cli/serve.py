@@ -21,7 +21,9 @@ def serve(
 ) -> None:
     """Explore in the browser: the law under sliders, weights side by side, a model's heads on your sentence, results.
 
-    Example: attngap serve --model smollm2
+    \b
+    Example:
+      attngap serve --model smollm2
     """
     from attngap.explorer.app import create
     from attngap.explorer.hosts import LOCAL

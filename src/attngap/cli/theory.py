@@ -10,7 +10,7 @@ import typer
 from attngap.cli.theory_show import emit, show_capacity, show_law, show_outcome, show_thresholds
 from attngap.errors import AttngapError
 
-theory = typer.Typer(no_args_is_help=True, help="Why softmax can select where linear cannot: exact laws and checks.")
+theory = typer.Typer(no_args_is_help=True, help="Why can softmax select where linear attention cannot?")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Length = Annotated[
@@ -23,7 +23,7 @@ Share = Annotated[float, typer.Option("--b", help="Size of the basis part; c = 1
 Scale = Annotated[float, typer.Option("--scale", help="Logit scale s.")]
 
 
-@theory.command()
+@theory.command(short_help="How surely does a layer notice one needle? Exact.")
 def law(
     n: Length = "1048576",
     d: Width = 514,
@@ -48,7 +48,9 @@ def law(
 ) -> None:
     """The exact probability that one attention layer tells a planted needle from its absence.
 
-    Example: attngap theory law --n 1e6 --d 514 --a1 0.7 --a0 0.05 --b 0.5 --m 40 --kernel softmax,linear,tilted:2
+    \b
+    Example:
+      attngap theory law --n 1e6 --d 514 --a1 0.7 --kernel softmax,linear,tilted:2
     """
     from attngap.theory import kernels
     from attngap.theory.separation import law as make_law
@@ -109,7 +111,7 @@ def _moments(found: Any, which: int) -> dict[str, float]:
     return {"zero": law_of_f.zero, "mean": law_of_f.mean, "std": math.sqrt(law_of_f.variance), **quantiles}
 
 
-@theory.command()
+@theory.command(short_help="Draw where each kernel separates.")
 def phase(
     output: Annotated[
         list[Path], typer.Option("-o", "--output", help=".html, .png, .svg, or .json for `attngap report`; repeatable.")
@@ -125,7 +127,9 @@ def phase(
 ) -> None:
     """Draw where each kernel separates: over (needle, scale) at this n, and over (n, needle) up to n = 1e15.
 
-    Example: attngap theory phase -o phase.html -o phase.png
+    \b
+    Example:
+      attngap theory phase -o phase.html -o phase.png
     """
     from attngap.charts.files import check_path, save
     from attngap.charts.phase import phase_chart
@@ -152,11 +156,15 @@ def phase(
         emit(record)
 
 
-@theory.command()
+@theory.command(short_help="Run every statement of docs/theory.md.")
 def check(as_json: Json = False) -> None:
     """Run every statement of docs/theory.md: true ones by brute force, false ones against a counterexample.
 
-    One line each, with its number there; exit code 1 if any fails. Example: attngap theory check
+    One line each, with its number there; exit code 1 if any fails.
+
+    \b
+    Example:
+      attngap theory check
     """
     from attngap.theory.statements import run
 
@@ -185,7 +193,7 @@ def check(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@theory.command()
+@theory.command(short_help="How many pairs does a linear state recall?")
 def capacity(
     rank: Annotated[int, typer.Option(help="Rank of the state.")] = 64,
     value_dim: Annotated[int, typer.Option(help="Width of a value.")] = 64,
@@ -199,7 +207,9 @@ def capacity(
 ) -> None:
     """How many pairs a linear state recalls: the empirical law r d_v / (2 ln V), and samples where it holds or fails.
 
-    Example: attngap theory capacity --rank 64 --value-dim 64 --vocabulary 1000
+    \b
+    Example:
+      attngap theory capacity --rank 64 --value-dim 64 --vocabulary 1000
     """
     from attngap.theory.capacity import capacity as make_capacity
     from attngap.theory.capacity import curve
@@ -210,7 +220,7 @@ def capacity(
     emit(record | {"reliable": found.reliable, "seed": seed}) if as_json else show_capacity(record)
 
 
-@theory.command()
+@theory.command(short_help="The smallest needle that each mechanism separates.")
 def thresholds(
     n: Annotated[str, typer.Option("--n", help="Lengths, multiples of d - 2, with commas.")] = "128,256,512",
     mechanisms: Annotated[
@@ -228,7 +238,9 @@ def thresholds(
 ) -> None:
     """The smallest needle each mechanism separates, on the explicit construction. Learned maps are fitted first.
 
-    Example: attngap theory thresholds --n 128,512 --mechanisms softmax,linear,elu,polynomial:4
+    \b
+    Example:
+      attngap theory thresholds --n 128,512 --mechanisms softmax,linear,elu
     """
     import torch
 
