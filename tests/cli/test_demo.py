@@ -99,6 +99,6 @@ def test_theory_in_ten_lines():
 
 def test_the_prompt_outgrows_sinks_and_window():
     """Within them both models are equal by construction; a word has at least one token."""
-    assert len(demo.PROMPT.split()) > WINDOW + SINKS
-    first, last = demo.PROMPT.split(". ")[0], demo.PROMPT.rsplit('"', 1)[1]
+    assert len(demo.STORY.split()) > WINDOW + SINKS
+    first, last = demo.STORY.split(". ")[0], demo.STORY.rsplit('"', 1)[1]
     assert first.startswith(last), "what is asked at the end is told at the start"

@@ -119,8 +119,8 @@ def test_heads_on_a_sentence_are_the_models_own(client, model):
     model.set_attn_implementation("sdpa")
     for row in answer["heads"]:
         exact = expected[row["layer"]][0, row["head"]]
-        assert row["first"] == pytest.approx(exact[1:, 0].mean().item(), abs=1e-5)
-        assert row["top"] == pytest.approx(exact[1:].amax(-1).mean().item(), abs=1e-5)
+        assert row["first"] == pytest.approx(exact[1:, 0].mean().item(), abs=5e-4)
+        assert row["top"] == pytest.approx(exact[1:].amax(-1).mean().item(), abs=5e-4)
     picture = client.get("/api/sentence/1/2", params={"text": text}).json()["models"]["original"]
     assert np.abs(np.sqrt(pixels(picture)) - expected[1][0, 2].sqrt().numpy()).max() < 0.01
 
@@ -129,7 +129,7 @@ def test_only_the_last_sentences_are_remembered(model):
     sentences = Sentences(model, Letters(), "letters")
     for place in range(9):
         sentences.heads(f"sentence {place}")
-    assert len(sentences._seen) == 4
+    assert len(sentences._seen) == 2
 
 
 def test_without_a_model_the_sentence_says_how_to_load_one(tmp_path):
@@ -188,8 +188,8 @@ def test_allowing_others_without_binding_to_them_drops_no_check(tmp_path, monkey
 
 
 def test_a_text_that_is_cut_says_so(client):
-    answer = client.get("/api/sentence", params={"text": "a" * 300}).json()
-    assert (len(answer["tokens"]), answer["all_tokens"]) == (256, 300)
+    answer = client.get("/api/sentence", params={"text": "a" * 600}).json()
+    assert (len(answer["tokens"]), answer["all_tokens"]) == (512, 600)
 
 
 @pytest.fixture

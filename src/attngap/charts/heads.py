@@ -32,6 +32,13 @@ METRICS = (
     ),
     Metric("recall_unavoidable", "unavoidable on recall", ".2g", "log", "the same where a random sequence repeats"),
     Metric("floor", "floor", ".1%", "sqrt", "certified lower bound on the relative error of any linear attention"),
+    Metric(
+        "weighted_floor",
+        "weighted floor",
+        ".2g",
+        "log",
+        "certified: error of the far weights, counted by what the model reads, that no state of this rank avoids",
+    ),
     Metric("kappa", "selection exponent κ", ".2f", "linear", "at least 1: the row's top key holds half the mass"),
     Metric("sink", "sink mass", ".1%", "linear", "attention on the first tokens"),
     Metric("far", "far mass", ".1%", "linear", "attention outside the window and the sinks"),
@@ -259,8 +266,9 @@ def plain_map():
     A row may carry `verdict` (heads to keep get a dot) and `replaced`.
     """
     alt = altair()
-    gap, shades = alt.Scale(paddingInner=0.08), alt.Scale(scheme="plasma", domain=[0, 1])
-    base = alt.Chart(alt.NamedData("heads"))
+    gap, shades = alt.Scale(paddingInner=0.08), alt.Scale(scheme="plasma", domainMin=0)
+    empty = [{"id": "", "layer": 0, "head": 0, "value": 0.0}]  # an extent for the colors until there are rows
+    base = alt.Chart(alt.InlineData(name="heads", values=empty))
     x = alt.X("layer:O", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False))
     y = alt.Y("head:O", scale=gap, axis=alt.Axis(labelOverlap=True, ticks=False))
     tips = ["id:N", alt.Tooltip("value:Q", format=".3f"), "verdict:N", "replaced:N"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from attngap.theory import separation
 
-NEEDLES = [0.1 + 1.4 * i / 35 for i in range(36)]  # where the curves are drawn
+NEEDLES = [0.1 + 1.4 * i / 56 for i in range(57)]  # where the curves are drawn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, allowed, capture
 from attngap.models.swap import mixed_heads
 
-MOST_TOKENS = 256
-REMEMBERED = 4  # sentences whose weights are kept, so that a click on a head needs no second pass
+MOST_TOKENS = 512  # beyond the window that a conversion has if none is given: within it nothing can have changed
+REMEMBERED = 2  # sentences whose weights are kept, so that a click on a head needs no second pass
 Seen = tuple[list[str], int, dict[str, dict[int, Tensor]]]  # tokens, how many there were, weights by model and layer
 
 
@@ -38,10 +38,10 @@ class Sentences:
         kept = self._kept()
         rows = []
         for layer, weights in sorted(models["original"].items()):
-            for head, matrix in enumerate(weights):
+            for head, matrix in enumerate(weights.float()):
                 row = {"id": f"{layer}.{head}", "layer": layer, "head": head, **summary(matrix)}
                 if "converted" in models:
-                    row["changed"] = distance(matrix, models["converted"][layer][head])
+                    row["changed"] = distance(matrix, models["converted"][layer][head].float())
                     row["replaced"] = layer in kept and head not in kept[layer]
                 rows.append(row)
         return {"tokens": tokens, "all_tokens": count, "exact": self._exact(), "heads": rows}
@@ -59,7 +59,10 @@ class Sentences:
         if layer not in layers or not 0 <= head < layers[layer].shape[0]:
             heads = next(iter(layers.values())).shape[0]
             raise AttngapError(f"No head {layer}.{head}: layers are 0-{len(layers) - 1}, heads 0-{heads - 1}")
-        return {"tokens": tokens, "models": {name: picture(found[layer][head]) for name, found in models.items()}}
+        return {
+            "tokens": tokens,
+            "models": {name: picture(found[layer][head].float()) for name, found in models.items()},
+        }
 
     def _kept(self) -> dict[int, set[int]]:
         """Heads that keep softmax in the layers that were converted."""
@@ -97,7 +100,7 @@ def _weights(model: Any, ids: Tensor) -> dict[int, Tensor]:
             part = parts[call.layer]
             mixed = part.mechanism.weights(part.mechanism.read(None, call.q, call.k, call.v, rotary=call.rotary))[0]
             weights = mixed.to(weights).index_copy(0, part.keep, weights[part.keep])
-        layers[call.layer] = weights
+        layers[call.layer] = weights.half()  # as many digits as a picture shows; 270 heads of 512 tokens are 140 MB so
 
     with torch.no_grad(), capture(model, keep):
         model(ids)

@@ -31,7 +31,14 @@ class Shelf:
                 rows.append({"kind": "unreadable", "model": str(error), "time": "", "path": str(path)})
                 continue
             if result:
-                rows.append({"kind": result.kind, "model": result.model, "time": result.time, "path": str(path)})
+                rows.append(
+                    {
+                        "kind": result.kind,
+                        "model": result.model,
+                        "time": result.time[:16].replace("T", " "),
+                        "path": str(path),
+                    }
+                )
         rows += [{"kind": "probe runs", "model": "", "time": "", "path": str(path)} for path in self._databases()]
         for row in rows:
             row["number"] = self._number(Path(row["path"]))

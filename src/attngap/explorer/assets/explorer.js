@@ -71,10 +71,19 @@ recall();
 
 function showValues(form) {
   for (const input of form.querySelectorAll("input[type=range]")) {
-    const text = input.name === "log10_n" ? general(10 ** Number(input.value), 3) : input.value;
+    const text = input.name === "log10_n" ? rounded(10 ** Number(input.value)) : input.value;
     form.querySelector(`output[for="${input.id}"]`).textContent = text;
     input.setAttribute("aria-valuetext", text);
   }
+}
+
+// Digits up to a million, then powers of ten: 250,000 and 2.5 × 10⁹.
+function rounded(n) {
+  if (n < 1e7) return Number(n.toPrecision(3)).toLocaleString("en-US");
+  const power = Math.floor(Math.log10(n) + 1e-9);
+  const factor = (n / 10 ** power).toPrecision(2);
+  const raised = [...String(power)].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("");
+  return factor === "1.0" ? `10${raised}` : `${factor} × 10${raised}`;
 }
 
 function fact(form, name, text) {
@@ -171,7 +180,8 @@ async function colorSentence() {
 const runSentence = live(sentenceForm, async (values, signal) => {
   sentence = { text: values.text, ...(await ask("api/sentence", { text: values.text }, signal)) };
   await colorSentence();
-  await openSentenceHead(sentence.heads.find((head) => head.id === shownHead) ?? sentence.heads[0]);
+  const most = (a, b) => ((b.changed ?? 0) > (a.changed ?? 0) ? b : a); // of one model: the first head
+  await openSentenceHead(sentence.heads.find((head) => head.id === shownHead) ?? sentence.heads.reduce(most));
   const [shown, all] = [sentence.tokens.length, sentence.all_tokens];
   const cut = all > shown ? ` (the first of ${all}; the rest is left out)` : "";
   const verdicts = Object.keys(sentence.verdicts).length ? "; dots: heads that a diagnosis keeps" : "";

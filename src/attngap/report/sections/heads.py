@@ -11,6 +11,7 @@ from attngap.report.results import Result
 from attngap.report.sections.notes import notes
 
 Row = dict[str, Any]
+WEIGHTED = "error of the far weights, counted by what the model reads, that no state of this rank avoids; no damage"
 UNAVOIDABLE = "an estimate: what remains with the best weights constructed at this rank"
 
 TABLE = (
@@ -40,6 +41,8 @@ DETAILS = (
     Column("ceiling", "ceiling on text (reached)", ".2%"),
     Column("stress_floor", "floor on recall (certified)", ".2%"),
     Column("stress_ceiling", "ceiling on recall (reached)", ".2%"),
+    Column("weighted_floor", "weighted floor on text (certified)", ".2g", WEIGHTED),
+    Column("stress_weighted_floor", "weighted floor on recall (certified)", ".2g", WEIGHTED),
     Column("fit", "output error, fitted map", ".2%"),
     Column("far", "far mass", ".2%"),
     Column("near", "mass in the window", ".2%"),
