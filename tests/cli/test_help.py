@@ -1,6 +1,7 @@
 """Help on a terminal of 80 columns: whole lines, an example for each verb, and examples that the verb takes."""
 
 import shlex
+from typing import Any
 
 import pytest
 import typer.main
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 from attngap.cli.app import app
 
 
-def verbs(command=None, path=()):
+def verbs(command: Any = None, path: tuple[str, ...] = ()) -> list:
     command = command or typer.main.get_command(app)
     if not hasattr(command, "commands"):
         return [pytest.param(path, command, id=" ".join(path))]

@@ -46,7 +46,7 @@ def test_json_is_the_receipt_and_the_folder_is_whole(place):
     assert {"adapter.safetensors", "attngap.json", "config.json", "README.md", "receipt.json"} <= names
     assert ".attngap-work" not in names
     card = (place / "fast" / "README.md").read_text()
-    assert card.startswith("---\nbase_model: ")
+    assert card.startswith("---\nlibrary_name: ")  # a folder on this disk is no base model that a hub could show
     assert "## Limits" in card
 
 

@@ -1,10 +1,13 @@
 """The model card of a converted folder: what it is, what it costs, what it gains, where its limits are."""
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from attngap.conversion.by_length import AtLength
 from attngap.conversion.quality import Quality
 from attngap.conversion.receipt import Entry, Receipt
+from attngap.models.load import ALIASES
 from attngap.models.save import BASE, Conversion
 
 LIMITS = """\
@@ -38,12 +41,12 @@ def model_card(receipt: Receipt, conversion: Conversion) -> str:
     table = _figures(receipt.quality, receipt.by_length) or "Not measured yet: `attngap eval DIR`."
     later = "".join(_later(entry) for entry in receipt.entries)
     notes = "".join(f"- {note}\n" for note in receipt.notes)
+    known = hub_id(base)
     return f"""---
-base_model: {base}
-library_name: transformers
+{f"base_model: {known}" + chr(10) if known else ""}library_name: transformers
 tags: [attngap, linear-attention]
 ---
-# {base}, {receipt.heads - receipt.kept} of {receipt.heads} attention heads replaced
+# {known or base}, {receipt.heads - receipt.kept} of {receipt.heads} attention heads replaced
 
 Made by attngap: the other {receipt.kept} heads keep softmax. Replacement: {receipt.mechanism}, the last
 {receipt.options["window"]} and the first {receipt.options["sinks"]} tokens exact.
@@ -66,6 +69,18 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 
 {LIMITS.format(length=_length(receipt, conversion))}
 """
+
+
+def hub_id(name: str) -> str | None:
+    """What a hub calls the base model; a path on somebody's disk is nothing that a card could link to.
+
+    >>> hub_id("smollm2"), hub_id("openai-community/gpt2"), hub_id("./my/model")
+    ('HuggingFaceTB/SmolLM2-135M-Instruct', 'openai-community/gpt2', None)
+    """
+    if name in ALIASES:
+        return ALIASES[name].hub
+    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).exists()
+    return name if is_id else None
 
 
 def _figures(quality: Mapping[str, Quality], by_length: Sequence[AtLength]) -> str:

