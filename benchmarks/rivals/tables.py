@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,9 @@ from presses import ORIGINAL
 from scores import CHOICE
 
 TASKS = ("needle", "needles", "lookup", "copying", "repetition")
+Z = 1.96  # standard deviations of a 95% interval
 DRAWS, BLOCK = 1000, 16  # of the bootstrap; tokens of text that are drawn together
+SOLVED = 0.25  # of the original's answers, for a task to count
 LEVEL, AHEAD, BEHIND = "level within noise", "**ahead**", "behind"
 LABELS = {
     "our": "ours, as a conversion chooses",
@@ -76,18 +79,21 @@ def mean_over_tasks(recall: dict[str, dict[Key, float]]) -> float | None:
     return statistics.mean(means) if means else None
 
 
-def recall_interval(a: Found, b: Found | None = None, *, seed: int = 0) -> tuple[float, float]:
-    """95% of the bootstrap's means over tasks, questions drawn within each; of a - b where b is given."""
-    rng, found = random.Random(seed), []
+def recall_interval(a: Found, b: Found | None = None) -> tuple[float, float]:
+    """95% interval of the mean over tasks; of a - b, question by question, where b is given.
+
+    Some tasks have a single question, so how much questions vary is taken from all of them together.
+    """
     tasks = [task for task in a.recall if b is None or b.recall.get(task)]
-    pairs = {task: _paired(a.recall[task], None if b is None else b.recall[task]) for task in tasks}
-    for _ in range(DRAWS):
-        found.append(statistics.mean(statistics.mean(rng.choices(pairs[task], k=len(pairs[task]))) for task in tasks))
-    return _middle(found)
+    pairs = [_paired(a.recall[task], None if b is None else b.recall[task]) for task in tasks]
+    mean = statistics.mean(statistics.mean(values) for values in pairs)
+    spread = statistics.pvariance([value for values in pairs for value in values])
+    reach = Z * math.sqrt(spread * sum(1 / len(values) for values in pairs)) / len(pairs)
+    return mean - reach, mean + reach
 
 
 def divergence_interval(a: Found, b: Found | None = None, *, seed: int = 0) -> tuple[float, float]:
-    """The same for the divergence, blocks of text drawn."""
+    """95% of the bootstrap's mean divergences, blocks of text drawn; of a - b where b is given."""
     rng = random.Random(seed)
     pairs = _paired(a.divergence, None if b is None else b.divergence)
     return _middle([statistics.mean(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS)])
@@ -113,19 +119,22 @@ def cells(rows: list[dict], length: int, budget: float) -> dict[str, Found]:
     mine = [row for row in rows if row["length"] == length and row["budget"] in (budget, None)]
     names = dict.fromkeys(row["method"] for row in mine)
     found = {name: gather(row for row in mine if row["method"] == name) for name in names}
-    reference = found.get(OURS) or found.get(ORIGINAL)
+    ours = found.get(OURS)
+    reference = ours if ours is not None and ours.divergence else found.get(ORIGINAL)  # ours must have read some text
     if reference is None:
         return {}
-    return {
-        name: restrict(each, reference.contexts) for name, each in found.items() if each.contexts >= reference.contexts
-    }
+    asked, original = reference.contexts, found.get(ORIGINAL)
+    solved = [task for task in TASKS if original is None or (original.task(task) or 0) >= SOLVED]
+    return {name: restrict(each, asked, solved) for name, each in found.items() if each.contexts >= asked}
 
 
-def restrict(found: Found, contexts: frozenset[Key]) -> Found:
+def restrict(found: Found, contexts: frozenset[Key], tasks: Sequence[str]) -> Found:
+    """To these contexts, and to tasks that the original solves: of what it cannot do nothing can be lost."""
+
     def inside(values: dict[Key, float]) -> dict[Key, float]:
         return {key: value for key, value in values.items() if key[:3] in contexts}
 
-    recall = {task: inside(answers) for task, answers in found.recall.items()}
+    recall = {task: left for task in tasks if (left := inside(found.recall.get(task, {})))}
     return Found(found.share, recall, inside(found.divergence), inside(found.loss), contexts)
 
 
@@ -140,7 +149,7 @@ def table(found: dict[str, Found]) -> list[str]:
         found.items(), key=lambda pair: (pair[0] != ORIGINAL, pair[0] != OURS, -(pair[1].mean_recall or 0))
     )
     for name, each in ordered:
-        low, high = recall_interval(each)
+        low, high = (min(1.0, max(0.0, end)) for end in recall_interval(each))
         cols = [name, f"{each.share:.0%}", "0" if name == ORIGINAL else f"{each.mean_divergence:.4f}"]
         cols += ["-" if (score := each.task(task)) is None else f"{score:.0%}" for task in tasks]
         cols.append(f"{each.mean_recall:.0%} ({low:.0%}-{high:.0%})")
@@ -237,7 +246,7 @@ def choices(rows: list[dict], folder: Path) -> list[str]:
             continue
         cols = [name, f"{next(iter(mine.values()))['seconds']:.0f}"]
         for share in shares:
-            low, high = mine[share]["interval"]
+            low, high = (min(1.0, max(0.0, end)) for end in mine[share]["interval"])
             cols.append(f"{mine[share]['recall']:.0%} ({low:.0%}-{high:.0%})")
         cols += [f"{mine[share]['divergence']:.3f}" for share in shares]
         lines.append("| " + " | ".join(cols) + " |")

@@ -229,6 +229,28 @@ def test_methods_are_compared_on_the_contexts_that_both_have_read(rivals):
     assert math.isclose(found["a"].mean_divergence, 0.1 + 0.001 * 31.5)
 
 
+def test_what_the_original_cannot_do_does_not_count(rivals):
+    t = rivals.tables
+    original = rows(t.ORIGINAL, lambda i: float(i < 2), 0.0)
+    for row in original:
+        row["scores"].append(["copying", 1.0])
+        row["budget"] = None
+    ours = rows(t.OURS, lambda i: 0.0, 0.0)
+    for row in ours:
+        row["scores"].append(["copying", 0.5])
+    found = t.cells([*original, *ours], 1024, 0.25)
+    assert list(found[t.OURS].recall) == ["copying"]
+    assert found[t.OURS].mean_recall == 0.5
+
+
+def test_a_page_is_written_anew_between_its_marks_only(rivals):
+    page = "before\n<!-- costs: written by benchmarks/rivals -->\nold\n<!-- end of costs -->\nafter\n"
+    found = rivals.tables.fill(page, "costs", ["new"])
+    assert found == page.replace("old", "new")
+    with pytest.raises(SystemExit, match="no marks"):
+        rivals.tables.fill(page, "tables", [])
+
+
 @torch.no_grad()
 def test_questions_are_asked_of_the_cache_as_it_was(rivals, tmp_path):
     model = llama()
