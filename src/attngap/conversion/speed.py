@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from attngap.models.cache import cache_bytes, fill
 
 DECODED = 12  # tokens timed, of which the median counts
-PROMPT = 160  # longer than a window, so that the state is in use
+PROMPT = 320  # longer than sinks and window, so that features are read
 
 
 class Speed(BaseModel):

@@ -315,10 +315,11 @@ class Prototype(FeatureMap):
     def query_features(self, x, position):
         weight, bias, scale = (p.to(x.dtype) for p in (self.query_weight, self.query_bias, self.query_scale))
         mixed = (x @ weight + bias).softmax(-1)
-        scale = scale.clamp(-LARGEST_SCALE, LARGEST_SCALE)
+        mixed = mixed * scale.clamp(-LARGEST_SCALE, LARGEST_SCALE).exp()
         if self.log_rate is None:
-            return mixed * scale.exp()
-        return mixed * (scale - self._faded(x, position).repeat_interleave(self.heads // self.kv_heads, 1)).exp()
+            return mixed
+        left = (-self._faded(x, position)).exp()  # (b, h_kv, t, r): once for all heads that share a key head
+        return (mixed.unflatten(1, (self.kv_heads, -1)) * left[:, :, None]).flatten(1, 2)
 
     def key_features(self, x, position):
         # Sums over millions of keys, times a query scale of e^15, stay far inside float32.
