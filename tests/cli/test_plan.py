@@ -30,6 +30,21 @@ def test_a_plan_is_written_and_shown(place, tmp_path):
     assert len(content["keep"]) == 2
     printed = RUNNER.invoke(app, ["plan", str(place / "out"), "--keep", "0.25", "-o", str(target), "--json"])
     assert json.loads(printed.stdout) == content
+    chosen = next(point for point in content["curve"] if point["kept"] == 2)
+    expected = chosen["perplexity_ratio"]
+    assert expected["low"] < expected["value"] < expected["high"]
+    assert f"{expected['value']:.3f}x ({expected['low']:.3f}-{expected['high']:.3f})" in done.stdout
+
+
+def test_a_diagnosis_without_joint_replacements_predicts_nothing_and_says_so(place, tmp_path):
+    """As those have it that were made before there were any."""
+    old = json.loads((place / "out" / "diagnosis.json").read_text())
+    del old["joint"]
+    (tmp_path / "diagnosis.json").write_text(json.dumps(old))
+    done = RUNNER.invoke(app, ["plan", str(tmp_path), "-o", str(tmp_path / "plan.json")])
+    assert "so nothing is predicted" in " ".join(done.stdout.split())
+    points = json.loads((tmp_path / "plan.json").read_text())["curve"]
+    assert {point["perplexity_ratio"] for point in points} == {None}
 
 
 def test_a_plan_by_groups(place, tmp_path):

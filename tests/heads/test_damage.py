@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from attngap.heads.damage import CAP, draw_labels, label_directions, projections, random_directions, score
+from attngap.heads.damage import CAP, SPAN, draw_labels, label_directions, projections, random_directions, score
 from attngap.heads.forward import embedding, forward, is_language_model
 from attngap.models.capture import capture
 from tests import zoo
@@ -53,10 +53,18 @@ def test_labels_give_the_kl_divergence_in_nats_a_token():
 
 
 def test_one_wild_token_does_not_decide_the_damage_of_a_head():
-    wild = torch.zeros(1, 1, 100)
-    wild[0, 0, :2] = torch.tensor([0.2, 50.0])
-    assert score(wild, is_language_model=True).item() == pytest.approx((0.02 + CAP) / 100)
+    wild = torch.zeros(1, 1, 200)
+    wild[0, 0, [0, 150]] = torch.tensor([0.2, 50.0])
+    assert score(wild, is_language_model=True).item() == pytest.approx((0.02 + CAP) / 200)
     assert score(wild, is_language_model=False).item() == pytest.approx(50.2**2)
+
+
+def test_changes_of_nearby_tokens_add_up_before_they_are_squared():
+    """Against the sum over pairs, written out."""
+    x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    apart = (torch.arange(100)[:, None] - torch.arange(100)).abs()
+    pairs = torch.einsum("dhs,dht,st->dh", x, x, (1 - apart / SPAN).clamp(min=0))
+    assert torch.allclose(score(x, is_language_model=True), pairs.mean(0) / 200, atol=1e-5)
 
 
 def test_encoders_give_the_squared_change_of_the_embedding():

@@ -1,7 +1,7 @@
 """`attngap plan`: choose how many heads keep softmax, on the curve of predicted damage."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -9,7 +9,7 @@ from attngap.errors import unknown
 from attngap.options import GRANULARITY, KEEP, Granularity
 
 if TYPE_CHECKING:
-    from attngap.models.plan import Plan
+    from attngap.models.plan import Expected, Plan
 
 GRANULARITIES = ("head", "group")
 LEVELS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0)
@@ -57,21 +57,48 @@ def read_granularity(text: str) -> Granularity:
 def show(made: "Plan", output: Path) -> None:
     """The curve at a few levels, the chosen one marked."""
     from rich.console import Console
-    from rich.table import Table
 
     total = made.model.layers * made.model.heads
     curve = {point.kept: point for point in made.curve}
     chosen = len(made.keep) - (total - max(curve))  # heads that cannot be replaced are not on the curve
     levels = {min(curve, key=lambda kept, level=level: abs(kept - level * max(curve))) for level in LEVELS}
-    table = Table(title=f"Predicted damage of keeping softmax on some of {max(curve)} heads")
-    for name in ("kept", "share", "text, nats per token", "recall, nats per token"):
-        table.add_column(name, justify="right")
-    for kept in sorted(levels | {chosen}):
-        point = curve[kept]
-        style = "bold" if kept == chosen else None
-        share = kept / max(1, max(curve))
-        table.add_row(str(kept), f"{share:.0%}", f"{point.text:.4f}", f"{point.recall:.4f}", style=style)
     console = Console(markup=False)
-    console.print(table)
-    console.print("Single-head estimates, added up: errors interact, so measure after converting.", highlight=False)
+    console.print(_table(made, sorted(levels | {chosen}), chosen))
+    console.print(_meaning(made), highlight=False)
     console.print(f"{output}: keeps {len(made.keep)} of {total} heads", highlight=False, soft_wrap=True)
+
+
+def _table(made: "Plan", levels: list[int], chosen: int) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    curve = {point.kept: point for point in made.curve}
+    most = max(curve)
+    table = Table(title=f"Keeping softmax on some of {most} heads", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("kept", "share", "perplexity (90% interval)", "recall kept", "text", "recall"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for kept in levels:
+        point = curve[kept]
+        cells = [_interval(point.perplexity_ratio, ".3f", "x"), _interval(point.recalled, ".0%", "")]
+        cells += [f"{point.text:.4f}", f"{point.recall:.4f}"]
+        table.add_row(str(kept), f"{kept / max(1, most):.0%}", *cells, style="bold" if kept == chosen else None)
+    return table
+
+
+def _interval(expected: "Expected | None", form: str, unit: str) -> str:
+    if expected is None:
+        return "-"
+    return f"{expected.value:{form}}{unit} ({expected.low:{form}}-{expected.high:{form}})"
+
+
+def _meaning(made: "Plan") -> str:
+    if all(point.perplexity_ratio is None for point in made.curve):
+        return (
+            "Text and recall are nats per token, single heads added up. This diagnosis replaced no heads together, so "
+            "nothing is predicted: diagnose again, with text enough, or measure after converting."
+        )
+    return (
+        "Perplexity is relative to the original, recall the share of its predictions on a repeated sequence: predicted "
+        "from a few joint replacements by the quick fits of the diagnosis; a conversion fits longer. Text and recall "
+        "are nats per token, single heads added up."
+    )

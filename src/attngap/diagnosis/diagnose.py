@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attngap.diagnosis import assemble
+from attngap.diagnosis.joint import RECALL_PASSAGES, TEXT_PASSAGES, can_measure, measure_together, measure_worst
 from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.diagnosis.result import RESULT, Diagnosis
 from attngap.diagnosis.stages import (
@@ -33,10 +34,11 @@ from attngap.provenance import provenance
 from attngap.storage.checkpoint import PIECES, open_checkpoint
 from attngap.storage.folder import check_output, publish
 
-MORE = (8, 4, 2, 1)  # additional, shorter passages for damage: as many of these as the text has room for
-MORE_CONTEXT = 512
-VERIFY_PASSAGES = 4
-VERIFY_CONTEXT = 512
+# Additional passages for damage, as many of these as the text has room for; as long as the others, for what lies far
+# grows with the length, and so does damage.
+MORE = (4, 2, 1)
+VERIFY_PASSAGES = 2
+SHARED = 32  # tokens in a row that only passages with text in common share
 
 
 @in_evaluation
@@ -72,6 +74,8 @@ def diagnose(
     held_out = _held_out(tokenizer, text, context, seed) if options.verify else None
     stress, period = _stress(tokenizer, context, options.window, seed)
     shape = shape_of(model, calibration[:1])
+    limit = min(context, MAX_TOKENS)
+    more = _more(tokenizer, text, limit, seed)
     facts = ModelFacts(
         name=str(name or model.config.name_or_path or architecture(model)),
         architecture=architecture(model),
@@ -87,7 +91,9 @@ def diagnose(
             shape=shape,
             options=options,
             text=calibration,
-            more=_more(tokenizer, text, min(context, MORE_CONTEXT), seed),
+            more=more,
+            fresh=_fresh(tokenizer, text, limit, seed, [*calibration.split(1), *more]),
+            fresh_stress=[_stress(tokenizer, limit, options.window, seed + 3 + i)[0] for i in range(RECALL_PASSAGES)],
             stress=stress,
             period=period,
             fit_repeats=_fit_repeats(tokenizer, min(context, MAX_TOKENS), seed),
@@ -125,6 +131,9 @@ def _assemble(run: DiagnosisRun, tokenizer, facts: ModelFacts, seconds: dict[str
     options, deep = run.options, not run.options.quick
     rank = headline_rank(options.ranks, run.shape) if deep and options.ranks else None
     heads = assemble.heads(run, tokenizer, rank, deep=deep)
+    start, replace = time.monotonic(), deep and can_measure(run, heads)
+    if replace:
+        measure_worst(run, heads)
     set_verdicts(heads, KEEP, rank, "nats" if run.shape.is_language_model else "of squared embedding change")
     result = Diagnosis(
         model=facts,
@@ -138,6 +147,9 @@ def _assemble(run: DiagnosisRun, tokenizer, facts: ModelFacts, seconds: dict[str
         seconds=seconds,
         provenance=provenance(seed=options.seed, model=facts.name),
     )
+    if replace:
+        result.joint = measure_together(run, result)
+        result.seconds["replacements"] = round(time.monotonic() - start, 2)
     return result.with_pictures(assemble.patterns(run)) if deep else result
 
 
@@ -163,6 +175,8 @@ def _notes(run: DiagnosisRun) -> list[str]:
         return [*notes, "quick: no floors, fits or damage; verdicts go by statistics alone"]
     if run.more:
         notes.append(f"damage was estimated on {len(run.more)} more passages of {run.more[0].shape[1]} tokens as well")
+    if not run.fresh:
+        notes.append("the text has no passage left that no score has seen: plans predict nothing")
     if options.context > MAX_TOKENS:
         notes.append(f"floors, fits and damage look at the first {MAX_TOKENS} tokens of each passage")
     if not options.ranks:
@@ -188,6 +202,21 @@ def _more(tokenizer, text, context: int, seed: int) -> list[Tensor]:
     return []
 
 
+def _fresh(tokenizer, text, context: int, seed: int, used: list[Tensor]) -> list[Tensor]:
+    """Passages of the calibration text that have no text in common with those used, as many as there is room for."""
+    for count in range(TEXT_PASSAGES + len(used), 0, -1):
+        with contextlib.suppress(AttngapError):
+            found = cut(tokenizer, text, context=context, count=count, seed=seed + 2)
+            return [row for row in found.split(1) if not any(_share(row[0], each[0]) for each in used)][:TEXT_PASSAGES]
+    return []
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    size = min(SHARED, len(a), len(b))
+    runs = {tuple(each) for each in a.unfold(0, size, 1).tolist()}
+    return any(tuple(each) in runs for each in b.unfold(0, size, 1).tolist())
+
+
 def _stress(tokenizer, context: int, window: int, seed: int) -> tuple[Tensor, int]:
     """Repeated from beyond the window where the context has room for that: nearer, every replacement recalls it."""
     return stress(tokenizer, context=context, seed=seed, period=max(PERIOD, 2 * window))
@@ -199,7 +228,7 @@ def _fit_repeats(tokenizer, length: int, seed: int) -> Tensor:
 
 
 def _held_out(tokenizer, text, context: int, seed: int):
-    size = min(context, VERIFY_CONTEXT)
+    size = min(context, MAX_TOKENS)
     return cut(tokenizer, text, context=size, count=VERIFY_PASSAGES, seed=seed, split="heldout")
 
 

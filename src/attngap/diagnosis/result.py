@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from attngap.charts.heads import VERDICTS
 from attngap.charts.inline import Grid, head_squares, number
+from attngap.diagnosis.prediction import Joint, Predictor
 from attngap.errors import AttngapError, missing_extra
 from attngap.heads.choice import ranked_units
 from attngap.models.plan import ModelFacts, Plan, Point, Replacement
@@ -91,7 +92,8 @@ class Head(_Strict):
     monotonicity: float | None = None
     # damage: nats per token on text and on the stress passage
     damage: float | None = None
-    recall_damage: float | None = None
+    recall_damage: float | None = None  # measured for the worst heads, estimated for the others
+    recall_estimate: float | None = None  # to second order, of those whose recall_damage was measured
     unavoidable: float | None = None
     recall_unavoidable: float | None = None
     lost: float | None = None
@@ -129,6 +131,7 @@ class Diagnosis(_Strict):
     cross: list[dict[str, float | int | None]] = []
     notes: list[str] = []
     verification: Verification | None = None
+    joint: list[Joint] = []
     seconds: dict[str, float] = {}
     provenance: dict[str, Any]
 
@@ -208,13 +211,15 @@ class Diagnosis(_Strict):
         return [[heads[place] for place in unit] for unit in units]
 
     def _curve(self, ordered: list[list[Head]]) -> tuple[Point, ...]:
-        """Predicted damage when the first 0, 1, 2, ... units keep softmax; single-head estimates, added up."""
-        points = [Point(kept=sum(map(len, ordered)), text=0.0, recall=0.0)]
-        text = recall = 0.0
+        """Predicted loss when the first 0, 1, 2, ... units keep softmax."""
+        predict = Predictor(self.joint, int(self.options["context"]), int(self.options["passages"]))
+        kept, text, recall = sum(map(len, ordered)), 0.0, 0.0
+        points = [Point(kept=kept, text=0.0, recall=0.0, **predict(0.0, 0.0))]
         for unit in reversed(ordered):
+            kept -= len(unit)
             text += sum(head.damage or 0.0 for head in unit)
             recall += sum(head.recall_damage or 0.0 for head in unit)
-            points.append(Point(kept=points[-1].kept - len(unit), text=text, recall=recall))
+            points.append(Point(kept=kept, text=text, recall=recall, **predict(text, recall)))
         return tuple(points)
 
     def save(self, directory: str | Path) -> None:

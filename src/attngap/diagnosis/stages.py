@@ -55,7 +55,9 @@ class DiagnosisRun:
     shape: Shape
     options: DiagnosisOptions
     text: Int[Tensor, "p t"]
-    more: list[Int[Tensor, "1 t"]]  # shorter passages for damage: it varies more with the text than with the labels
+    more: list[Int[Tensor, "1 t"]]  # passages for damage only: it varies more with the text than with the labels
+    fresh: list[Int[Tensor, "1 t"]]  # text and repeated tokens that no score sees: heads are replaced for real on them
+    fresh_stress: list[Int[Tensor, "1 t"]]
     stress: Int[Tensor, "1 t"]
     period: int
     fit_repeats: Int[Tensor, "1 t"]  # other repeated random tokens, for fits only: without any they know text alone

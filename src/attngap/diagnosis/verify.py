@@ -4,18 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from attngap.diagnosis.replaced import divergence, predictions, replaced_predictions
 from attngap.diagnosis.replay import Replay
 from attngap.diagnosis.result import Head, Verification
-from attngap.diagnosis.stages import STRESS, DiagnosisRun, load_fit
+from attngap.diagnosis.stages import STRESS, DiagnosisRun
 from attngap.errors import AttngapError
-from attngap.heads.forward import embedding, forward
-from attngap.heads.inputs import layer_inputs
-from attngap.heads.replacement import output
-from attngap.models.capture import Call, capture
+from attngap.heads.forward import forward
 from attngap.progress import progress
 
 
@@ -68,37 +66,9 @@ def _losses(
             if replay is None or before is None:
                 replay = Replay(run.model, tokens)
                 before = predictions(replay.record(lambda: forward(run.model, tokens)))
-            piece = {"loss": replaced_loss(run, replay, tokens, before, head)}
+            after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
+            piece = {"loss": divergence(before, after)}
             run.checkpoint.put(f"verify-{name}-{head.id}", piece)
         found.append(float(piece["loss"]))
         advance(note=f"head {head.id}")
     return found
-
-
-def predictions(result) -> Tensor:
-    """Log-probabilities of every token, or the embedding of an encoder."""
-    logits = getattr(result, "logits", None)
-    return embedding(result)[0] if logits is None else logits[0].log_softmax(-1)
-
-
-def replaced_loss(
-    run: DiagnosisRun, replay: Replay, tokens: Int[Tensor, "1 t"], before: Tensor, head: Head
-) -> Float[Tensor, ""]:
-    """KL to the untouched model in nats per token; for an encoder the squared change of its embedding."""
-    with replay.until(head.layer) as skipped:
-
-        def watch(call: Call) -> Tensor | None:
-            if call.cross or call.layer + skipped != head.layer:
-                return None
-            (one,) = layer_inputs(call)
-            candidate = load_fit(run, head.layer, one)
-            assert candidate is not None, head.id
-            changed = call.output.clone()
-            changed[0, head.head] = output(candidate, one)[head.head]
-            return changed
-
-        with capture(run.model, watch):
-            after = predictions(forward(run.model, tokens))
-    if before.ndim == 1:
-        return (after - before).square().sum()
-    return (before.exp() * (before - after)).sum(-1).mean()

@@ -6,6 +6,7 @@ output by Delta o is E[(g . Delta o)^2] / 2, and one backward pass gives g at ev
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -19,6 +20,10 @@ ROWS = 128  # whose probabilities are summed at once: sums of all of them would 
 # Nats per token and draw that a token counts for at most. Second order ends about where the divergence reaches the
 # entropy of a prediction, some nats; without the cap single tokens decided the damage of a head.
 CAP = 3.0
+# Tokens within which the errors of one head are added up before they are squared: they move the same later predictions.
+# Token by token, sums over all heads were 0.7 of the real ones on text and 0.3 where a sequence repeats; a longer span
+# adds hardly anything and is noisier.
+SPAN = 64
 Change = Callable[[Call], Tensor | None]  # (..., h, t, dv): what replacements would add to the output of the call
 Directions = Callable[[Tensor, torch.Generator], Iterator[Tensor]]  # random cotangents of an output
 
@@ -62,12 +67,21 @@ def projections(
 def score(projected: Float[Tensor, "draws *what h t"], *, is_language_model: bool) -> Float[Tensor, "*what h"]:
     """Estimated damage: of a language model the KL divergence in nats per token, else the squared change of the output.
 
-    On few tokens the change of a head is far beyond second order; a square of many nats there is no estimate any more,
-    so a token counts for at most CAP.
+    Changes at different tokens move the same predictions, so their projections add up before they are squared. All of
+    them together would be one number per draw; pairs of tokens less than SPAN apart, weighted by 1 - distance / SPAN,
+    hold nearly all of it. On few tokens the change of a head is far beyond second order; a square of many nats there is
+    no estimate any more, so a token counts for at most CAP.
     """
     if is_language_model:
-        return (projected.square() / 2).clamp(max=CAP).mean(-1).mean(0)
+        limit = math.sqrt(2 * CAP)
+        return (_nearby_products(projected.clamp(-limit, limit), SPAN) / 2 / projected.shape[-1]).mean(0)
     return projected.sum(-1).square().mean(0)
+
+
+def _nearby_products(x: Float[Tensor, "... t"], span: int) -> Float[Tensor, "..."]:
+    """Sum of x_s x_t (1 - |s - t| / span) over pairs with |s - t| < span: of squared sums over windows, so >= 0."""
+    running = torch.nn.functional.pad(x.double(), (span, span - 1)).cumsum(-1)
+    return ((running[..., span:] - running[..., :-span]).square().sum(-1) / span).to(x.dtype)
 
 
 def label_directions(

@@ -54,12 +54,23 @@ class Replacement(_Strict):
         return {} if self.features is None else {"features": self.features}
 
 
+class Expected(_Strict):
+    """A predicted figure and the interval in which nine measurements of ten should fall."""
+
+    value: NonNegativeFloat
+    low: NonNegativeFloat
+    high: NonNegativeFloat
+
+
 class Point(_Strict):
     """Predicted damage (nats a token, second order, heads added up) when only the best `kept` keep softmax."""
 
     kept: NonNegativeInt
     text: NonNegativeFloat
     recall: NonNegativeFloat
+    # What a model converted so would measure; None where the diagnosis replaced no heads together.
+    perplexity_ratio: "Expected | None" = None
+    recalled: "Expected | None" = None  # of a repeated random sequence, as a share of what the original predicts
 
 
 class Plan(_Strict):

@@ -1,0 +1,128 @@
+"""Real replacements on passages that no score has seen: the worst heads alone, and many heads at once.
+
+The first give the worst heads' damage its size, which second order cannot; plans predict from the second, for errors of
+many heads interact.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attngap.diagnosis.prediction import Joint
+from attngap.diagnosis.replaced import divergence, predictions, replaced_predictions
+from attngap.diagnosis.replay import Replay
+from attngap.diagnosis.result import Diagnosis, Head
+from attngap.diagnosis.stages import DiagnosisRun
+from attngap.heads.forward import forward, predicts_next
+from attngap.options import GRANULARITY
+from attngap.progress import progress
+
+# Heads whose damage on recall is measured. Nearly all of it is theirs, and there second order says half of the truth: a
+# prediction that was certain has no curvature until it is lost.
+WORST = 10
+SHARES = (0.0, 0.05, 0.15, 0.4)  # kept when many heads are replaced at once; what lies between follows a power law
+TEXT_PASSAGES = 4  # each share is measured on two of them, for passages differ more than shares do
+RECALL_PASSAGES = 2
+
+
+def can_measure(run: DiagnosisRun, heads: Iterable[Head]) -> bool:
+    """Whether there are tokens to predict, text that no score has seen, and heads to replace."""
+    return bool(run.fresh) and predicts_next(run.model) and any(head.damage is not None for head in heads)
+
+
+@torch.no_grad()
+def measure_worst(run: DiagnosisRun, heads: list[Head]) -> None:
+    """Set `recall_damage` of the worst heads to what replacing them costs on a fresh stress passage.
+
+    The estimate stays in `recall_estimate`, and what would remain at each rank keeps its share of the damage.
+    """
+    worst = sorted((head for head in heads if head.recall_damage), key=lambda head: -(head.recall_damage or 0.0))[
+        :WORST
+    ]
+    tokens = run.fresh_stress[0]
+    replay = before = None
+    with progress("replacing the worst heads", len(worst), quiet=run.quiet) as advance:
+        for head in worst:
+            piece = run.checkpoint.get(f"worst-{head.id}")
+            if piece is None:
+                if replay is None or before is None:
+                    replay = Replay(run.model, tokens)
+                    before = predictions(replay.record(lambda: forward(run.model, tokens)))
+                after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
+                piece = {"loss": divergence(before, after)}
+                run.checkpoint.put(f"worst-{head.id}", piece)
+            _set_recall(head, float(piece["loss"]))
+            advance(note=f"head {head.id}")
+
+
+def _set_recall(head: Head, measured: float) -> None:
+    estimate = head.recall_damage or 0.0
+    ratio = measured / estimate if estimate else 1.0
+    head.recall_estimate, head.recall_damage = estimate, measured
+    if head.recall_unavoidables is not None:
+        head.recall_unavoidables = [ratio * each for each in head.recall_unavoidables]
+    if head.recall_unavoidable is not None:
+        head.recall_unavoidable *= ratio
+        head.recall_lost = measured - head.recall_unavoidable
+
+
+def measure_together(run: DiagnosisRun, result: Diagnosis) -> list[Joint]:
+    """Replace all heads but those that plans of a few shares keep: on two passages of text each, and on repeats."""
+    kept = [set(result.plan(share, GRANULARITY).keep) for share in SHARES]
+    text = [("text", place, tokens, _turns(len(run.fresh), place)) for place, tokens in enumerate(run.fresh)]
+    recall = [("recall", place, tokens, list(range(len(SHARES)))) for place, tokens in enumerate(run.fresh_stress)]
+    total = sum(len(job[3]) for job in text + recall)
+    found = []
+    with progress("replacing many heads at once", total, quiet=run.quiet) as advance:
+        for kind, place, tokens, numbers in text + recall:
+            names = {number: f"joint-{kind}-{place}-{number}" for number in numbers}
+            for number, name in names.items():
+                if not run.checkpoint.has(name):
+                    _measure(run, tokens, names, kept, run.period if kind == "recall" else None)
+                found.append(_record(run.checkpoint.require(name), result.heads, kept[number], kind, place))
+                advance(note=f"{SHARES[number]:.0%} kept, {kind}")
+    return found
+
+
+def _turns(passages: int, place: int) -> list[int]:
+    """Which shares are measured on this passage, so that each is on two of several."""
+    return [number for number in range(len(SHARES)) if passages < 3 or (number - place) % passages in (0, 1)]
+
+
+@torch.no_grad()
+def _measure(
+    run: DiagnosisRun, tokens: Int[Tensor, "1 t"], names: dict[int, str], kept: list[set], period: int | None
+) -> None:
+    """All shares on one passage, so that the untouched model reads it once."""
+    before = predictions(forward(run.model, tokens))
+    for number, name in names.items():
+        if not run.checkpoint.has(name):
+            heads = {
+                layer: [head for head in range(run.shape.heads) if (layer, head) not in kept[number]]
+                for layer in range(run.shape.layers)
+            }
+            after = replaced_predictions(run, tokens, heads)
+            run.checkpoint.put(name, compare(before, after, tokens, period))
+
+
+def compare(before: Tensor, after: Tensor, tokens: Int[Tensor, "1 t"], period: int | None = None) -> dict[str, Tensor]:
+    """Divergence, log-ratio of perplexities and its tokens' deviation; of a repeated sequence what was predicted."""
+    labels = tokens[0, 1:, None]
+    lost = (before[:-1].gather(-1, labels) - after[:-1].gather(-1, labels))[:, 0]
+    found = {"divergence": divergence(before, after), "log_ratio": lost.mean(), "deviation": lost.std()}
+    if period is not None:
+        second = slice(len(lost) - period, None)
+        for name, each in (("original", before), ("recalled", after)):
+            found[name] = (each[:-1].argmax(-1, keepdim=True) == labels)[second].float().mean()
+    return found
+
+
+def _record(piece: dict[str, Tensor], heads: Sequence[Head], kept: set, kind: Any, place: int) -> Joint:
+    lost = [head for head in heads if head.replaceable and (head.layer, head.head) not in kept]
+    damage = sum((head.damage if kind == "text" else head.recall_damage) or 0.0 for head in lost)
+    left = sum(head.replaceable for head in heads) - len(lost)
+    measured = {name: float(value) for name, value in piece.items()}
+    return Joint(kind=kind, passage=place, kept=left, damage=damage, **measured)
