@@ -1,117 +1,89 @@
 """Does a certified floor that is weighted by what the model reads rank heads by damage?
 
-    python benchmarks/floors.py DIAGNOSIS [--model smollm2] [--context 512]
+    python benchmarks/floors.py DIAGNOSIS [--model smollm2] [--context 1024]
 
-Scaling rows and columns keeps the rank of every block, so sum_ij s_i^2 c_j^2 (A_ij - W_ij)^2 >= the tails of
-diag(s) A diag(c) over disjoint rectangles, for every causal linear attention W of rank r. Here s_i is the root mean
-square of the gradient at row i of a head's output, labels drawn from the model, and c_j the length of key j's centered
-value.
-Prints the rank correlation of each floor with the damage in DIAGNOSIS/diagnosis.json, on text and on recall.
+Takes floors of every head on one held-out passage of text and on repeated random tokens of another seed, none of which
+the diagnosis has seen, and prints their rank correlation with the damage in DIAGNOSIS/diagnosis.json: the plain floor
+as a share of the far weights and as it is, and the floor weighted by gradients and values (docs/theory.md 3.7). Rank 0
+is the weighted far part itself, which certifies nothing.
 """
 
 import argparse
+import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from attngap.heads.damage import frozen
+from attngap.diagnosis.bounds import CELLS
+from attngap.diagnosis.weighted import ReadWeights
+from attngap.heads.damage import label_directions, projections
+from attngap.heads.forward import forward
+from attngap.heads.inputs import layer_inputs
 from attngap.heads.passages import passages, stress
-from attngap.models.capture import Call, capture
+from attngap.models.capture import Call
 from attngap.models.load import load
+from attngap.theory.certificates import floor, weighted_floor
 
-RANKS = (0, 8, 16, 32, 64)
+RANKS = (8, 16, 64)
 DRAWS = 2
-DEPTH = 3  # of the dyadic split into rectangles
 
 
-def read(model, tokens: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    """By layer: weights (h, t, t), root mean square gradients of rows (h, t), lengths of centered values (h, t)."""
-    weights: dict[int, Tensor] = {}
-    lengths: dict[int, Tensor] = {}
-    leaves: dict[int, Tensor] = {}
+def read(model, tokens: Tensor) -> ReadWeights:
+    """What every layer reads, and the gradients at its heads' outputs."""
+    found = ReadWeights()
 
     def watch(call: Call) -> Tensor:
-        group = call.heads // call.kv_heads
-        k, v = (x[0].detach().repeat_interleave(group, 0) for x in (call.k, call.v))
-        logits = call.q[0].detach() @ k.mT * call.scale
-        causal = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
-        weights[call.layer] = logits.masked_fill(~causal, -torch.inf).softmax(-1)
-        lengths[call.layer] = (v - v.mean(1, keepdim=True)).norm(dim=-1)
-        leaves[call.layer] = torch.zeros_like(call.output, requires_grad=True)
-        return call.output + leaves[call.layer]
+        (inputs,) = layer_inputs(call)
+        found.add_inputs(call.layer, inputs)
+        return torch.zeros_like(call.output[0])
 
-    squares = {}
-    with frozen(model), torch.enable_grad(), capture(model, watch):
-        logp = model(tokens, use_cache=False).logits[0].float().log_softmax(-1)
-        for draw in range(DRAWS):
-            dice = torch.Generator().manual_seed(draw)
-            labels = torch.multinomial(logp.detach().exp(), 1, generator=dice)
-            loss = logp.gather(-1, labels).sum()
-            grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=draw < DRAWS - 1)
-            for layer, g in zip(leaves, grads, strict=True):
-                squares[layer] = squares.get(layer, 0) + g[0].square().sum(-1) / DRAWS
-    return {layer: (weights[layer], squares[layer].sqrt(), lengths[layer]) for layer in weights}
-
-
-def rectangles(n: int) -> Iterator[tuple[slice, slice]]:
-    """Disjoint blocks of rows below columns in a triangle of n."""
-    todo = [(0, n, 0)]
-    while todo:
-        low, high, depth = todo.pop()
-        if depth < DEPTH and high - low >= 32:
-            cut = (low + high) // 2
-            yield slice(cut, high), slice(low, cut + 1)
-            todo += [(low, cut, depth + 1), (cut + 1, high, depth + 1)]
-
-
-def floors(weights: Tensor) -> dict[int, float]:
-    """Sum of squared singular values beyond each rank, over the rectangles; exact, in float64."""
-    found = dict.fromkeys(RANKS, 0.0)
-    for rows, columns in rectangles(len(weights)):
-        block = weights[rows, columns].double()
-        values = torch.linalg.eigvalsh(block @ block.mT).clamp(min=0).flip(0)
-        for rank in RANKS:
-            found[rank] += float(values[rank:].sum())
+    directions = functools.partial(label_directions, draws=DRAWS)
+    generator = torch.Generator().manual_seed(0)
+    projections(model, lambda: forward(model, tokens).logits, watch, directions, generator, found.add_gradient)
     return found
 
 
 def scores(model, tokens: Tensor, window: int, sinks: int) -> dict[str, dict[str, float]]:
     """By head, by name of the floor."""
     found: dict[str, dict[str, float]] = {}
-    for layer, (weights, rows, columns) in read(model, tokens).items():
-        for head, matrix in enumerate(weights):
-            s, c = rows[head][:, None], columns[head][None, :]
-            forms = {"weights": matrix, "rows": s * matrix, "values": matrix * c, "rows and values": s * matrix * c}
-            here = found.setdefault(f"{layer}.{head}", {})
-            for name, form in forms.items():
-                far = form[sinks + window - 1 :, sinks : len(form) - window + 1]  # beyond window and sinks
-                for where, part in (("all", form), ("far", far)):
-                    here |= {f"{name}, {where}, rank {rank}": value for rank, value in floors(part).items()}
+    seen = read(model, tokens)
+    for layer, inputs in seen.inputs.items():
+        values = inputs.v.repeat_interleave(inputs.group, 0)
+        columns = (values - values.mean(1, keepdim=True)).norm(dim=-1)
+        rows = (seen.squares[layer] / DRAWS).sqrt()
+        for head, weights in enumerate(inputs.weights()):
+            plain = floor(weights, RANKS, window, sinks, cells=CELLS)
+            read_floor = weighted_floor(weights, rows[head], columns[head], RANKS, window, sinks, cells=CELLS)
+            here = {"weighted, rank 0": float(read_floor.far)}
+            for place, rank in enumerate(RANKS):
+                here[f"share of the far weights, rank {rank}"] = float(plain.relative[place])
+                here[f"as it is, rank {rank}"] = float(plain.value[place])
+                here[f"weighted, rank {rank}"] = float(read_floor.value[place])
+            found[f"{layer}.{head}"] = here
     return found
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("diagnosis", type=Path)
     arguments.add_argument("--model", default="smollm2")
-    arguments.add_argument("--context", type=int, default=512)
+    arguments.add_argument("--context", type=int, default=1024)
     asked = arguments.parse_args()
     content = json.loads((asked.diagnosis / "diagnosis.json").read_text(encoding="utf-8"))
     near = {key: content["options"][key] for key in ("window", "sinks")}
     model, tokenizer = load(asked.model)
-    text = passages(tokenizer, None, context=asked.context, count=2, split="heldout")
-    kinds = {"damage": [text[:1], text[1:]], "recall_damage": [stress(tokenizer, context=asked.context, seed=3)[0]]}
-    for key, sequences in kinds.items():
-        found = [scores(model, tokens, **near) for tokens in sequences]
+    text = passages(tokenizer, context=asked.context, count=1, seed=17, split="heldout")
+    repeats, _ = stress(tokenizer, context=asked.context, seed=17, period=2 * near["window"])
+    for key, tokens in (("damage", text), ("recall_damage", repeats)):
+        found = scores(model, tokens, **near)
         heads = [head for head in content["heads"] if head.get(key) is not None]
-        print(key)
-        for name in found[0][heads[0]["id"]]:
-            x = [sum(one[head["id"]][name] for one in found) for head in heads]
-            print(f"  {spearmanr(x, [head[key] for head in heads])[0]:6.3f}  {name}")
+        print(key, flush=True)
+        for name in sorted(found[heads[0]["id"]]):
+            order = spearmanr([found[head["id"]][name] for head in heads], [head[key] for head in heads])
+            print(f"  {order[0]:6.3f}  {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The first give the worst heads' damage its size, which second order cannot; plan
 many heads interact.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -71,18 +71,26 @@ def _set_recall(head: Head, measured: float) -> None:
 
 def measure_together(run: DiagnosisRun, result: Diagnosis) -> list[Joint]:
     """Replace all heads but those that plans of a few shares keep: on two passages of text each, and on repeats."""
+    able = [head for head in result.heads if head.replaceable]
     kept = [set(result.plan(share, GRANULARITY).keep) for share in SHARES]
-    text = [("text", place, tokens, _turns(len(run.fresh), place)) for place, tokens in enumerate(run.fresh)]
-    recall = [("recall", place, tokens, list(range(len(SHARES)))) for place, tokens in enumerate(run.fresh_stress)]
-    total = sum(len(job[3]) for job in text + recall)
+    lost = [[head for head in able if (head.layer, head.head) not in each] for each in kept]
+    every = list(range(len(SHARES)))
+    jobs: list[tuple[Any, int, Tensor, list[int]]] = [
+        ("text", place, tokens, _turns(len(run.fresh), place)) for place, tokens in enumerate(run.fresh)
+    ]
+    jobs += [("recall", place, tokens, every) for place, tokens in enumerate(run.fresh_stress)]
+    total = sum(len(numbers) for *_, numbers in jobs)
     found = []
     with progress("replacing many heads at once", total, quiet=run.quiet) as advance:
-        for kind, place, tokens, numbers in text + recall:
+        for kind, place, tokens, numbers in jobs:
             names = {number: f"joint-{kind}-{place}-{number}" for number in numbers}
             for number, name in names.items():
                 if not run.checkpoint.has(name):
-                    _measure(run, tokens, names, kept, run.period if kind == "recall" else None)
-                found.append(_record(run.checkpoint.require(name), result.heads, kept[number], kind, place))
+                    _measure(run, tokens, names, lost, run.period if kind == "recall" else None)
+                measured = {key: float(value) for key, value in run.checkpoint.require(name).items()}
+                damage = sum((h.damage if kind == "text" else h.recall_damage) or 0.0 for h in lost[number])
+                left = len(able) - len(lost[number])
+                found.append(Joint(kind=kind, passage=place, kept=left, damage=damage, **measured))
                 advance(note=f"{SHARES[number]:.0%} kept, {kind}")
     return found
 
@@ -94,16 +102,15 @@ def _turns(passages: int, place: int) -> list[int]:
 
 @torch.no_grad()
 def _measure(
-    run: DiagnosisRun, tokens: Int[Tensor, "1 t"], names: dict[int, str], kept: list[set], period: int | None
+    run: DiagnosisRun, tokens: Int[Tensor, "1 t"], names: dict[int, str], lost: list[list[Head]], period: int | None
 ) -> None:
     """All shares on one passage, so that the untouched model reads it once."""
     before = predictions(forward(run.model, tokens))
     for number, name in names.items():
         if not run.checkpoint.has(name):
-            heads = {
-                layer: [head for head in range(run.shape.heads) if (layer, head) not in kept[number]]
-                for layer in range(run.shape.layers)
-            }
+            heads: dict[int, list[int]] = {}
+            for head in lost[number]:
+                heads.setdefault(head.layer, []).append(head.head)
             after = replaced_predictions(run, tokens, heads)
             run.checkpoint.put(name, compare(before, after, tokens, period))
 
@@ -118,11 +125,3 @@ def compare(before: Tensor, after: Tensor, tokens: Int[Tensor, "1 t"], period: i
         for name, each in (("original", before), ("recalled", after)):
             found[name] = (each[:-1].argmax(-1, keepdim=True) == labels)[second].float().mean()
     return found
-
-
-def _record(piece: dict[str, Tensor], heads: Sequence[Head], kept: set, kind: Any, place: int) -> Joint:
-    lost = [head for head in heads if head.replaceable and (head.layer, head.head) not in kept]
-    damage = sum((head.damage if kind == "text" else head.recall_damage) or 0.0 for head in lost)
-    left = sum(head.replaceable for head in heads) - len(lost)
-    measured = {name: float(value) for name, value in piece.items()}
-    return Joint(kind=kind, passage=place, kept=left, damage=damage, **measured)
