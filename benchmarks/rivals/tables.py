@@ -212,6 +212,8 @@ def tables(rows: list[dict]) -> list[str]:
 
 
 def costs(rows: list[dict]) -> list[str]:
+    if not rows:
+        return ["", "Not measured yet.", ""]
     lines = ["", "| | tokens | prompt, s | a token, ms |", "|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: row["length"]):
         cols = [row["method"], f"{row['length']:,}", f"{row['prompt']:.1f}", f"{1000 * row['token']:.0f}"]
@@ -236,6 +238,8 @@ def chosen(rows: list[dict], folder: Path) -> list[dict]:
 
 def choices(rows: list[dict], folder: Path) -> list[str]:
     cells = chosen(rows, folder)
+    if not cells:
+        return ["", "Not measured yet.", ""]
     shares = sorted({cell["share"] for cell in cells})
     lines = ["", "| score of heads | CPU seconds | " + " | ".join(f"recall, {s:.0%} kept" for s in shares)]
     lines[-1] += " | " + " | ".join(f"KL, {s:.0%} kept" for s in shares) + " |"

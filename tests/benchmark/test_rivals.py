@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from attngap.errors import AttngapError
 from attngap.heads.passages import language_reference
 from attngap.heads.replacement import build_replacement, window_only
 from attngap.models.cache import cache_bytes
@@ -163,6 +164,11 @@ def test_a_context_says_what_it_is_asked_for_and_the_text_goes_on(rivals):
     for _, _, answer in others:
         assert ",".join(map(str, answer)) in body
     assert rivals.contexts.make("text", words, text, 3000, 1) == made
+
+
+def test_a_length_beyond_the_positions_is_refused_with_the_number(rivals):
+    with pytest.raises(AttngapError, match="A length of 512 is beyond this model's 256 positions"):
+        rivals.contexts._check_lengths(llama(), [128, 512])
 
 
 def test_groups_rank_by_when_they_were_dropped(rivals):
