@@ -14,7 +14,7 @@ import transformers as tf
 from transformers.models.auto import modeling_auto as auto
 
 VOCABULARY, WIDTH, HEADS, LAYERS, POSITIONS = 96, 32, 4, 2, 256
-LARGEST = 4_000_000  # parameters; what cannot be made smaller is left out
+LARGEST = 130_000_000  # parameters; what cannot be made smaller is left out
 KINDS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -64,6 +64,8 @@ SIZES: dict[str, Any] = {
         (("image_size",), 16),
         (("patch_size",), 4),
         (("num_labels",), 5),
+        (("entity_vocab_size",), 16),
+        (("num_mel_bins",), 8),
         (("index_topk", "index_n_heads"), 2),
         (("vocab_size_per_layer_input",), VOCABULARY),
         (("hidden_size_per_layer_input",), 16),
@@ -131,18 +133,30 @@ class Architecture:
 
 def small_config(cls: Any, special: dict[str, Any]) -> Any:
     """The config with every size that it has made small; sub-configs likewise."""
-    inner = {key: part for key, part in (cls.sub_configs or {}).items() if issubclass(part, tf.PretrainedConfig)}
+    kinds = (tf.PretrainedConfig, tf.AutoConfig)
+    inner = {key: part for key, part in (cls.sub_configs or {}).items() if issubclass(part, kinds)}
+    default = _default(cls)
     names = set(inspect.signature(cls).parameters)
-    chosen = {name: size for name, size in SIZES.items() if name in names or name in cls.attribute_map}
+    stages = {name for name in names if isinstance(default.get(name), list | tuple)}  # a size per stage
+    known = {name for name in SIZES if name in names or name in cls.attribute_map} - stages
+    chosen = {name: SIZES[name] for name in known}
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
         chosen["num_key_value_heads"] = HEADS  # latent keys are expanded to all heads
     for key, part in inner.items():
-        if part is not tf.AutoConfig:
-            chosen[key] = small_config(part, special.get(key, {}))
+        kind = type(default.get(key)) if part is tf.AutoConfig else part
+        if issubclass(kind, tf.PretrainedConfig):
+            chosen[key] = small_config(kind, special.get(key, {}))
     given = chosen | {name: value for name, value in special.items() if name not in inner}
     if "layer_types" in names and "layer_types" not in special:
         given |= _two_kinds(cls)
     return cls(**given)
+
+
+def _default(cls: Any) -> dict[str, Any]:
+    try:
+        return vars(cls())
+    except Exception:  # of transformers: some configs need to be told their parts
+        return {}
 
 
 def _two_kinds(cls: Any) -> dict[str, Any]:
