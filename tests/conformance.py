@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.tiny_models import tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from attngap.models.compat import DynamicCache
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.save import Base, conversion_record, set_conversion, weights_hash
 from attngap.models.swap import LayerShape, check_replaceable, layer_shapes, swap
+from tests.zoo import tokenizer
 from tests.zoo_architectures import Architecture
 
 LENGTH = 24
