@@ -46,6 +46,13 @@ def test_each_kind_alone_gives_an_answer(tmp_path, make, sentence):
     assert sentence in (tmp_path / "r.html").read_text()
 
 
+def test_a_conversion_that_was_not_measured_says_so(tmp_path):
+    made_up.receipt(tmp_path, quality={}, speed={})
+    done = run(app, ["report", str(tmp_path), "-o", str(tmp_path / "r.html")], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "was not measured yet: attngap eval DIR" in (tmp_path / "r.html").read_text()
+
+
 def test_a_quick_diagnosis_has_no_damage_and_says_so(tmp_path):
     content = made_up.diagnosis(tmp_path)
     measured = (

@@ -29,8 +29,7 @@ def from_receipt(content: dict[str, Any]) -> list[str]:
         change = here["converted"] - 1
         way = "higher" if change >= 0 else "lower"
         parts.append(f"perplexity is {abs(change):.1%} {way} on held-out text of {length:,} tokens")
-    else:
-        after = content["quality"]["converted"]
+    elif after := content["quality"].get("converted"):
         parts.append(f"the states change by a relative squared error of {after['divergence']:.2g}")
     for key, label in (("repetition", "recall of a repeated sequence"), ("needle", "needle recall")):
         if (shown := at_longest(content, key)) and shown[1]["original"]:
@@ -42,7 +41,7 @@ def from_receipt(content: dict[str, Any]) -> list[str]:
         parts.append(f"the cache is {saved:.0%} smaller at {gain['context']:,} tokens")
         faster = gain["converted"]["decode"] / gain["original"]["decode"]
         parts.append(f"decoding there is {faster:.2g} times as fast")
-    return [first, _sentence(parts)]
+    return [first, _sentence(parts) if parts else "What that costs and gains was not measured yet: attngap eval DIR."]
 
 
 def from_diagnosis(result: Result, plans: list[Result]) -> list[str]:

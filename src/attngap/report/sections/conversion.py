@@ -116,7 +116,7 @@ def _places(receipts: Sequence[Result]) -> list[Row]:
     """One row per place, one column per model; of the first receipt that has them."""
     for receipt in receipts:
         quality = receipt.content["quality"]
-        if places := quality["original"].get("needle_by_place"):
+        if places := quality.get("original", {}).get("needle_by_place"):  # none in what was not measured
             return [
                 {"length": int(place.split("@")[0]), "depth": float(place.split("@")[1])}
                 | {name: values.get("needle_by_place", {}).get(place) for name, values in quality.items()}
