@@ -23,6 +23,9 @@ SINKS = 4
 GRANULARITY: Granularity = "group"
 # A tenth of the heads carries most of the damage.
 KEEP = 0.1
+# What a model is loaded in, and on; "auto" is the checkpoint's own precision, and the first accelerator there is.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda", "cuda:1", "mps", "auto")
 
 
 class Options(BaseModel):

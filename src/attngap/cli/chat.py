@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.errors import AttngapError, unknown
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def chat(
     tokens: Annotated[int, typer.Option(help="At most this many tokens an answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    dtype: Dtype = DTYPE,
+    device: Device = DEVICE,
 ) -> None:
     """Talk to a model; it remembers what was said. After each answer: tokens read, size of the cache, speed.
 
@@ -36,15 +39,25 @@ def chat(
       attngap chat fast
       attngap chat fast --which both
     """
-    talk(model, which=which, tokens=tokens, temperature=temperature, seed=seed)
+    talk(model, which=which, tokens=tokens, temperature=temperature, seed=seed, dtype=dtype, device=device)
 
 
-def talk(model: str, *, which: str = "converted", tokens: int, temperature: float, seed: int) -> None:
+def talk(
+    model: str,
+    *,
+    which: str = "converted",
+    tokens: int,
+    temperature: float,
+    seed: int,
+    dtype: str = DTYPE,
+    device: str = DEVICE,
+) -> None:
     """The loop behind `chat`, and behind `generate` without a prompt."""
     check_sampling(tokens, temperature)
     if which not in ("converted", "original", "both"):
         raise unknown("model to answer", which, ("converted", "original", "both"))
-    session = Session(open_models(model), which, {"limit": tokens, "temperature": temperature, "seed": seed})
+    sampling = {"limit": tokens, "temperature": temperature, "seed": seed}
+    session = Session(open_models(model, **placed(dtype, device)), which, sampling)
     say(f"{model}: type, and Enter sends it. {' '.join(COMMANDS)}")
     for line in lines_typed():
         if line in COMMANDS:
@@ -102,7 +115,7 @@ class Session:
         return text
 
 
-def open_models(name: str) -> "dict[str, Conversation]":
+def open_models(name: str, **where: Any) -> "dict[str, Conversation]":
     """`converted` and `original` of a converted folder; any other model answers as `original`."""
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
@@ -110,9 +123,9 @@ def open_models(name: str) -> "dict[str, Conversation]":
 
     folder = Path(name)
     if not (folder / "attngap.json").exists():
-        return {"original": Conversation(*load(name))}
-    original, tokenizer = load_base(folder, read_record(folder))
-    converted, _ = load(folder)
+        return {"original": Conversation(*load(name, **where))}
+    original, tokenizer = load_base(folder, read_record(folder), **where)
+    converted, _ = load(folder, **where)
     return {"converted": Conversation(converted, tokenizer), "original": Conversation(original, tokenizer)}
 
 

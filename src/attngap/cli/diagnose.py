@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.diagnosis.options import DiagnosisOptions
 from attngap.errors import AttngapError
 
@@ -37,6 +38,8 @@ def diagnose(
     verify: Annotated[int, _help("verify")] = _default("verify"),
     draws: Annotated[int, _help("draws")] = _default("draws"),
     seed: Annotated[int, _help("seed")] = _default("seed"),
+    dtype: Dtype = DTYPE,
+    device: Device = DEVICE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result in the folder.")] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load weights that can run code.")] = False,
     trust_remote_code: Annotated[
@@ -71,8 +74,9 @@ def diagnose(
     from attngap.heads.passages import read
     from attngap.models.load import load
 
+    where = placed(dtype, device)
     documents = read(text) if text else None
-    loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, **where)
     result = run(
         loaded,
         tokenizer,

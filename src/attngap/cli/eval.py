@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.errors import AttngapError, missing_extra
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def evaluate(
     examples: Annotated[int, typer.Option(help="Contexts per task and length, for --suite.")] = 4,
     seed: Annotated[int, typer.Option(help="Of what --suite asks.")] = 0,
     export: Annotated[Path | None, typer.Option(help="Write the suite for lm-evaluation-harness instead.")] = None,
+    dtype: Dtype = DTYPE,
+    device: Device = DEVICE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Measure quality, recall, speed and memory beside the original and the baselines.
@@ -49,12 +52,13 @@ def evaluate(
         from attngap.cli import eval_suite
 
         wanted = parse_contexts(lengths or SUITE_LENGTHS)
-        eval_suite.main(str(directory), suite, text, wanted, examples, seed, export, as_json)
+        where = placed(dtype, device)
+        eval_suite.main(str(directory), suite, text, wanted, examples, seed, export, as_json, where)
         return
     if not (directory / "attngap.json").exists():
         raise AttngapError(f"No converted model in '{directory}'. Write one: attngap linearize MODEL -o {directory}")
     if lm_eval is not None:
-        harness(directory, lm_eval, limit, as_json)
+        harness(directory, lm_eval, limit, as_json, placed(dtype, device))
         return
     from attngap.conversion.evaluate import Measures
 
@@ -66,10 +70,12 @@ def evaluate(
         prefill_up_to=prefill_up_to,
         repetition=True,
     )
-    _measure(directory, measures, text, as_json)
+    _measure(directory, measures, text, as_json, placed(dtype, device))
 
 
-def _measure(directory: Path, measures: "Measures", text: list[Path] | None, as_json: bool) -> None:
+def _measure(
+    directory: Path, measures: "Measures", text: list[Path] | None, as_json: bool, where: dict[str, Any]
+) -> None:
     """Measure, and write receipt and card."""
     from attngap.cli.linearize import show
     from attngap.conversion.card import model_card
@@ -84,8 +90,8 @@ def _measure(directory: Path, measures: "Measures", text: list[Path] | None, as_
     conversion = read_record(directory)
     receipt = Receipt.load(directory) if (directory / FILE).exists() else unmeasured_receipt(conversion)
     documents = read(text) if text else None
-    original, tokenizer = load_base(directory, conversion)
-    converted, _ = load(directory)
+    original, tokenizer = load_base(directory, conversion, **where)
+    converted, _ = load(directory, **where)
     chosen = dataclasses.replace(measures, text=documents)
     figures = measure(original, converted, tokenizer, None, chosen, context=receipt.options["context"])
     named = ", ".join(path.name for path in text) if text else "Python's manual, its held-out part"
@@ -110,15 +116,15 @@ def parse_contexts(text: str) -> tuple[int, ...]:
         raise AttngapError(f"A list of lengths is whole numbers with commas between, got {text!r}") from None
 
 
-def harness(directory: Path, task: str, limit: int | None, as_json: bool) -> None:
+def harness(directory: Path, task: str, limit: int | None, as_json: bool, where: dict[str, Any]) -> None:
     """Original and converted model on one task, side by side."""
     if importlib.util.find_spec("lm_eval") is None:
         raise missing_extra("--lm-eval needs", "eval")
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
 
-    original, tokenizer = load_base(directory, read_record(directory))
-    converted, _ = load(directory)
+    original, tokenizer = load_base(directory, read_record(directory), **where)
+    converted, _ = load(directory, **where)
     found = {name: _run(model, tokenizer, task, limit) for name, model in _pair(original, converted)}
     if as_json:
         import json

@@ -19,6 +19,7 @@ def main(
     seed: int,
     export: Path | None,
     as_json: bool,
+    where: dict[str, Any] | None = None,
 ) -> None:
     """Run the tasks and show their scores, or write them for lm-evaluation-harness."""
     from attngap.heads.passages import language_reference, read
@@ -28,17 +29,19 @@ def main(
     if export is not None:
         _export(model, names, filler, lengths, examples, seed, export)
         return
-    found = run(model, names, filler, lengths, examples, seed)
+    found = run(model, names, filler, lengths, examples, seed, **(where or {}))
     print(found.model_dump_json(by_alias=True)) if as_json else show(found)
 
 
-def run(model: str, tasks: list[str], text: str, lengths: Sequence[int], examples: int, seed: int) -> "Suite":
+def run(
+    model: str, tasks: list[str], text: str, lengths: Sequence[int], examples: int, seed: int, **where: Any
+) -> "Suite":
     """Run the tasks; in a converted folder leave suite.json, and what was answered so far while it runs."""
     from attngap.longcontext.suite import run_suite
     from attngap.provenance import provenance
     from attngap.storage.files import write_text
 
-    models, tokenizer = _models(model)
+    models, tokenizer = _models(model, where)
     folder = Path(model) if len(models) > 1 else None
     record = None if folder is None else folder / RECORD
     options = {"lengths": lengths, "tasks": tasks, "examples": examples, "seed": seed}
@@ -62,14 +65,14 @@ def _export(
             print(f"lm_eval --include_path {folder} --tasks {path.stem}")
 
 
-def _models(name: str) -> tuple[dict[str, Any], Any]:
+def _models(name: str, where: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     from attngap.models.load import load
     from attngap.models.save import load_base, read_record
 
-    model, tokenizer = load(name)
+    model, tokenizer = load(name, **where)
     if not (Path(name) / "attngap.json").exists():
         return {"original": model.eval()}, tokenizer
-    original, _ = load_base(Path(name), read_record(Path(name)))
+    original, _ = load_base(Path(name), read_record(Path(name)), **where)
     return {"original": original.eval(), "converted": model.eval()}, tokenizer
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from attngap.cli.chat import check_sampling, say, talk
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.errors import AttngapError
 
 PREFILL = 2048  # tokens of a prompt read at a time: beyond the cache, memory does not grow with the prompt
@@ -24,6 +25,8 @@ def generate(
     exact_prompt: Annotated[
         bool, typer.Option("--exact-prompt", help="Read the prompt with softmax in every head, then go on converted.")
     ] = False,
+    dtype: Dtype = DTYPE,
+    device: Device = DEVICE,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt, text and cache size as JSON.")] = False,
 ) -> None:
     """Continue a prompt in bounded memory; the text appears token by token. Without a prompt: a conversation.
@@ -37,13 +40,13 @@ def generate(
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = sys.stdin.read()
     if prompt is None:
-        talk(model, tokens=tokens, temperature=temperature, seed=seed)
+        talk(model, tokens=tokens, temperature=temperature, seed=seed, dtype=dtype, device=device)
         return
     if not prompt:
         raise AttngapError("The prompt is empty. Give some text to continue")
     from attngap.models.load import load
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, **placed(dtype, device))
     if not loaded.can_generate():
         raise AttngapError(f"'{model}' is an encoder, which writes no text. Use attngap.load and call the model")
     if chat:
@@ -78,9 +81,10 @@ def write(
     from transformers import DynamicCache, TextStreamer
 
     from attngap.models.cache import cache_bytes
+    from attngap.models.placement import device_of
     from attngap.models.prefill import exact_prefill
 
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
     if inputs.input_ids.shape[1] == 0:
         raise AttngapError("The prompt is empty. Give some text to continue")
     torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attngap.cli import complete
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.conversion.options import ConversionOptions
 from attngap.errors import AttngapError
 from attngap.options import KEEP
@@ -53,6 +54,8 @@ def linearize(
     rounds: Annotated[int, _help("rounds")] = _default("rounds"),
     lora: Annotated[int, _help("lora")] = _default("lora"),
     seed: Annotated[int, _help("seed")] = _default("seed"),
+    dtype: Dtype = DTYPE,
+    device: Device = DEVICE,
     ray: Annotated[str | None, typer.Option(help="Fit layers on a Ray cluster: host:port, auto or local.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Write the base model too.")] = False,
     measure: Annotated[
@@ -88,11 +91,12 @@ def linearize(
     from attngap.ops.pages import keep_freed
 
     keep_freed()
+    where = placed(dtype, device)
     documents = read(text) if text else None
     chosen = None if plan is None else Plan.load(plan)
     if diagnosis is not None:
         chosen, options = _diagnosed(diagnosis, options)
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, **where)
     _, receipt = run(
         loaded,
         tokenizer,

@@ -4,16 +4,19 @@ import errno
 import json
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.errors import AttngapError
 
 
 def serve(
     folders: Annotated[list[Path] | None, typer.Argument(help="Where results lie; here if none is given.")] = None,
     model: Annotated[str | None, typer.Option(help="A model to look into, or a converted folder: both models.")] = None,
+    dtype: Dtype = DTYPE,
+    device: Device = DEVICE,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8777,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines in.")] = False,
@@ -37,9 +40,10 @@ def serve(
     for place in places:
         if not place.is_dir():
             raise AttngapError(f"'{place}' is not a folder. Give folders that hold results")
+    where = placed(dtype, device)
     listening = listen(host, port)
     try:
-        app = create(places, _sentences(model), host)
+        app = create(places, _sentences(model, where), host)
         url = f"http://{host}:{listening.getsockname()[1]}/"
         print(json.dumps({"url": url}) if as_json else f"Explorer at {url} (stop it with Ctrl-C)", flush=True)
         _run(app, listening)
@@ -62,7 +66,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _sentences(model: str | None):
+def _sentences(model: str | None, where: dict[str, Any]):
     if model is None:
         return None
     from attngap.explorer.sentence import Sentences
@@ -73,10 +77,10 @@ def _sentences(model: str | None):
     folder = Path(model)
     with progress(f"loading {model}", total=1, quiet=False) as advance:
         if (folder / "attngap.json").exists():
-            original, tokenizer = load_base(folder, read_record(folder))
-            found = Sentences(original, tokenizer, model, load(folder)[0])
+            original, tokenizer = load_base(folder, read_record(folder), **where)
+            found = Sentences(original, tokenizer, model, load(folder, **where)[0])
         else:
-            found = Sentences(*load(model), model)
+            found = Sentences(*load(model, **where), model)
         advance()
     return found
 

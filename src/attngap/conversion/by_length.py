@@ -56,6 +56,7 @@ def at_length(
         out = outputs(model, passage.tokens, last)[0].float()
         teacher = out if teacher is None else teacher
         text_rows = slice(0, last - passage.asked - 1)
+        tokens = tokens.to(out.device)
         loss = float(F.cross_entropy(out[text_rows], tokens[first + 1 : length - passage.asked]))
         right = [
             float((out[[i - 1 - first for i in places]].argmax(-1) == tokens[list(places)]).float().mean())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attngap.errors import AttngapError
 from attngap.heads.damage import draw_labels
 from attngap.heads.passages import special_tokens, split_tokens, stress
+from attngap.models.placement import device_of
 
 SAMPLE_LENGTH = 256  # at most, of one text the model writes: a step costs much the same for more of them
 FACTS, DIGITS = 8, 5
@@ -210,10 +211,11 @@ def samples(
     tokens = ordinary[torch.randint(len(ordinary), (pieces, 1), generator=generator)]
     last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
     step, cache = tokens, None
-    forbidden = torch.tensor(sorted(special), dtype=torch.long)
+    forbidden, device = torch.tensor(sorted(special), dtype=torch.long), device_of(model)
+    options = {"use_cache": True} | ({"logits_to_keep": 1} if last_only else {})
     while tokens.shape[1] < length:
-        result = model(step, past_key_values=cache, use_cache=True, **({"logits_to_keep": 1} if last_only else {}))
-        odds = result.logits[:, -1:].float().index_fill(2, forbidden, -torch.inf).softmax(-1)
+        result = model(step.to(device), past_key_values=cache, **options)
+        odds = result.logits[:, -1:].float().cpu().index_fill(2, forbidden, -torch.inf).softmax(-1)
         step = draw_labels(odds, 1, generator)[:, 0]
         cache = result.past_key_values
         tokens = torch.cat((tokens, step), 1)

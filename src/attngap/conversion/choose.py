@@ -16,6 +16,7 @@ from attngap.heads.choice import HeadIndex, Keep, best_heads
 from attngap.heads.damage import frozen, projections
 from attngap.mechanisms.base import Mechanism
 from attngap.models.capture import Call
+from attngap.models.placement import device_of
 from attngap.models.swap import MixedHeads, mixed_heads, swap
 
 ByLayer = dict[int, Float[Tensor, " h"]]
@@ -88,7 +89,7 @@ class PassageJudge:
         every = {layer: (m, [h for h in range(m.heads) if (layer, h) in keep]) for layer, m in mechanisms.items()}
         model = swap(self.original, every)
         sign = {
-            layer: torch.tensor([1.0 if (layer, head) in keep else -1.0 for head in range(m.heads)])
+            layer: torch.tensor([1.0 if (layer, h) in keep else -1.0 for h in range(m.heads)], device=device_of(m))
             for layer, m in mechanisms.items()
         }
         generator = torch.Generator().manual_seed(seed)
@@ -118,7 +119,9 @@ def _by_head(values: ByLayer) -> dict[HeadIndex, float]:
 
 
 def _no_shares(mechanisms: Mapping[int, Mechanism], length: int) -> dict[int, Float[Tensor, "h t"]]:
-    return {layer: torch.zeros(m.heads, length, requires_grad=True) for layer, m in mechanisms.items()}
+    return {
+        layer: torch.zeros(m.heads, length, requires_grad=True, device=device_of(m)) for layer, m in mechanisms.items()
+    }
 
 
 def _information(

@@ -37,16 +37,16 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, student: Tensor, teacher: Tensor) -> Tensor:
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(student) if wanted else None
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)  # on the CPU: not every accelerator has double precision
         for start in range(0, len(student), ROWS):
             rows = slice(start, start + ROWS)
             ours, theirs = (x[rows].float().log_softmax(-1) for x in (student, teacher))
             odds = theirs.exp()
-            total += odds.flatten().dot(theirs.sub_(ours).flatten()).double()
+            total += odds.flatten().dot(theirs.sub_(ours).flatten()).cpu().double()
             if gradient is not None:
                 torch.sub(ours.exp_(), odds, out=gradient[rows]).div_(len(student))
         ctx.gradient = gradient
-        return (total / len(student)).to(student.dtype)
+        return (total / len(student)).to(student.device, torch.promote_types(student.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
@@ -186,6 +186,7 @@ def _resume(packed: dict[str, Tensor], trained: dict[str, Tensor], optimizer) ->
         for name, p in trained.items():
             p.copy_(packed[f"now/{name}"])
             if f"first/{name}" in packed:
-                moments = {"exp_avg": packed[f"first/{name}"], "exp_avg_sq": packed[f"second/{name}"]}
+                kept = {"exp_avg": packed[f"first/{name}"], "exp_avg_sq": packed[f"second/{name}"]}
+                moments = {key: x.to(p.device) for key, x in kept.items()}
                 optimizer.state[p] = {"step": torch.tensor(float(step)), **moments}
     return int(step), before

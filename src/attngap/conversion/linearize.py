@@ -19,7 +19,17 @@ from attngap.heads.replacement import build_replacement, resolve_replacement
 from attngap.models.mode import in_evaluation
 from attngap.models.plan import Plan, Replacement, architecture
 from attngap.models.positions import layer_positions
-from attngap.models.save import CARD, RECORD, Base, conversion_of, conversion_record, save, set_conversion, weights_hash
+from attngap.models.save import (
+    CARD,
+    RECORD,
+    Base,
+    conversion_of,
+    conversion_record,
+    dtype_name,
+    save,
+    set_conversion,
+    weights_hash,
+)
 from attngap.models.swap import LayerShape, check_replaceable, layer_shapes
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from attngap.storage.files import write_text
@@ -86,7 +96,8 @@ def linearize(
         run = ConversionRun(model, tokenizer, plan, text, options, mechanisms, checkpoint, quiet)
         kept = run.fit_and_choose(ray)
         converted = run.fit_jointly(kept)
-        base = Base(name=plan.model.name, architecture=plan.model.architecture, sha256=weights_hash(model))
+        facts = {"name": plan.model.name, "architecture": plan.model.architecture, "dtype": dtype_name(model)}
+        base = Base(**facts, sha256=weights_hash(model))
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
         final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
         set_conversion(

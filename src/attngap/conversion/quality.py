@@ -14,6 +14,7 @@ from attngap.conversion.calibration import seed_for
 from attngap.conversion.joint import divergence
 from attngap.heads.forward import outputs
 from attngap.heads.passages import passages, special_tokens, stress
+from attngap.models.placement import device_of
 
 DEPTHS = (0.1, 0.5, 0.9)
 DIGITS = 5
@@ -49,7 +50,7 @@ def on_text(
             else:
                 apart[name] += float(divergence(out, teacher, is_language_model=is_language_model)) / len(tokens)
             if is_language_model:
-                loss[name] += float(F.cross_entropy(out[0, :-1].float(), passage[0, 1:])) / len(tokens)
+                loss[name] += float(F.cross_entropy(out[0, :-1].float(), passage[0, 1:].to(out.device))) / len(tokens)
     if not is_language_model:
         return {name: Quality(divergence=apart[name]) for name in names}
     return {
@@ -66,7 +67,10 @@ def on_text(
 def perplexity(model: PreTrainedModel, tokens: Int[Tensor, "count context"]) -> float:
     """Of the last tokens of all passages together, half of them at most: there replacements show."""
     last = min(SCORED, tokens.shape[1] // 2)
-    losses = [F.cross_entropy(outputs(model, row, last + 1)[0, :-1].float(), row[0, -last:]) for row in tokens[:, None]]
+    losses = [
+        F.cross_entropy(outputs(model, row, last + 1)[0, :-1].float(), row[0, -last:].to(device_of(model)))
+        for row in tokens[:, None]
+    ]
     return math.exp(float(torch.stack(losses).mean()))
 
 
@@ -133,7 +137,7 @@ def _recalled(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) ->
 
 def _guessed(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) -> Bool[Tensor, " count"]:
     """Which of the last tokens the model predicts. Logits of others, a fifth of the work, are left out if it can."""
-    return outputs(model, tokens, count + 1)[0, :-1].argmax(-1) == tokens[0, -count:]
+    return outputs(model, tokens, count + 1)[0, :-1].argmax(-1).cpu() == tokens[0, -count:]
 
 
 def recall(

@@ -28,6 +28,7 @@ from attngap.mechanisms.fit import Seen
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, capture
+from attngap.models.placement import device_of
 
 HELD = torch.float16  # of kept keys and values: they are read once each time a slice is
 CHECKED = 8  # tokens on which the output layer must give the model's own logits
@@ -142,7 +143,8 @@ def read_slice(
         if call.cross:
             return None
         mechanism = mechanisms.get(call.layer)
-        kept = torch.tensor([keep is None or (call.layer, head) in keep for head in range(call.heads)])
+        heads = [keep is None or (call.layer, head) in keep for head in range(call.heads)]
+        kept = torch.tensor(heads, device=call.q.device)
         if mechanism is None:
             return _exact(call, past, start, torch.ones_like(kept))
         share = None if shares is None else shares.get(call.layer)
@@ -161,9 +163,10 @@ def read_slice(
             change = torch.where(kept[:, None, None], out, other) - replaced
         return out.index_add(1, share.heads, share.value[None, ..., None] * change[:, share.heads])
 
-    position = torch.arange(start, stop, device=past.tokens.device)[None]
+    tokens = past.tokens[:, start:stop].to(device_of(model))
+    position = torch.arange(start, stop, device=tokens.device)[None]
     with capture(model, watch):
-        return model(input_ids=past.tokens[:, start:stop], position_ids=position, use_cache=False).logits
+        return model(input_ids=tokens, position_ids=position, use_cache=False).logits
 
 
 def _exact(call: Call, past: Past, start: int, wanted: Bool[Tensor, " h"]) -> Float[Tensor, "1 h n dv"]:
@@ -171,8 +174,8 @@ def _exact(call: Call, past: Past, start: int, wanted: Bool[Tensor, " h"]) -> Fl
     before = past.layers[call.layer]
     group = call.heads // call.kv_heads
     n = call.q.shape[2]
-    keys = torch.arange(start + n)
-    rows = torch.arange(start, start + n)[:, None]
+    keys = torch.arange(start + n, device=call.q.device)
+    rows = keys[start:, None]
     mask = keys <= rows
     if call.window is not None:
         mask = mask & (keys > rows - call.window)
@@ -307,9 +310,11 @@ class SliceReference:
         rows = self.pieces[place].stop - self.pieces[place].start
         found = {}
         for layer, m in self.mechanisms.items():
-            some = torch.tensor([head for head in range(m.heads) if (layer, head) in heads], dtype=torch.long)
-            if len(some):
-                found[layer] = Shares(some, torch.zeros(len(some), rows, requires_grad=True))
+            some = [head for head in range(m.heads) if (layer, head) in heads]
+            if some:
+                device = device_of(m)
+                shares = torch.zeros(len(some), rows, requires_grad=True, device=device)
+                found[layer] = Shares(torch.tensor(some, device=device), shares)
         return found
 
 

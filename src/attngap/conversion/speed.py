@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from transformers import DynamicCache, PreTrainedModel
 
 from attngap.models.cache import cache_bytes, fill
+from attngap.models.placement import device_of, synchronize
 
 DECODED = 12  # tokens timed, of which the median counts
 PROMPT = 320  # longer than sinks and window, so that features are read
@@ -47,21 +48,24 @@ def reach(model: PreTrainedModel) -> int:
 @torch.no_grad()
 def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
     """Decoding is timed on a cache whose older keys are random numbers: its speed does not depend on what they are."""
-    rate = None
+    rate, device = None, device_of(model)
     if prefill:
         tokens = torch.randint(
             model.config.get_text_config().vocab_size, (1, context), generator=torch.Generator().manual_seed(0)
         )
         start = time.perf_counter()
-        model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        model(tokens.to(device), past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        synchronize(device)
         rate = context / (time.perf_counter() - start)
     cache = filled(model, context)
     held = cache_bytes(cache)
-    token = torch.zeros(1, 1, dtype=torch.long)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
     times = []
     for i in range(DECODED):
+        place = torch.tensor([[context + i]], device=device)
         start = time.perf_counter()
-        model(token, past_key_values=cache, use_cache=True, position_ids=torch.tensor([[context + i]]))
+        model(token, past_key_values=cache, use_cache=True, position_ids=place)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return Speed(context=context, prefill=rate, decode=1 / statistics.median(times), cache_bytes=held)
 
@@ -69,6 +73,7 @@ def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
 def filled(model: PreTrainedModel, context: int) -> DynamicCache:
     """A cache of `context` tokens: a short prompt for real, the rest random keys and values."""
     cache = DynamicCache(config=model.config)
-    model(torch.zeros(1, min(PROMPT, context), dtype=torch.long), past_key_values=cache, use_cache=True)
+    prompt = torch.zeros(1, min(PROMPT, context), dtype=torch.long, device=device_of(model))
+    model(prompt, past_key_values=cache, use_cache=True)
     fill(cache, context, torch.Generator().manual_seed(0))
     return cache

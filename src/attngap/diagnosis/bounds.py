@@ -47,8 +47,7 @@ def bounds(
     """Certificates of each head, one process per head: many small steps, at which threads wait for each other."""
     near = (window, sinks) if causal else (0, 0)
     task = functools.partial(_of_head, ranks=_possible(ranks, weights), near=near, causal=causal)
-    # A view would take the whole layer along to its process.
-    ordered = _each_head(task, [(weights[head].clone(), values[head].clone()) for head in range(weights.shape[0])])
+    ordered = _each_head(task, _by_head(weights, values))
     stacked = {name: torch.stack([getattr(one, name) for one in ordered]) for name in TENSORS}
     return Bounds(**stacked, cuts=ordered[0].cuts, possible=ordered[0].possible)
 
@@ -73,8 +72,13 @@ def weighted_floors(
     near = (window, sinks) if causal else (0, 0)
     lengths = (values - values.mean(1, keepdim=True)).norm(dim=-1)
     task = functools.partial(_weighted_of_head, ranks=_possible(ranks, weights), near=near, causal=causal)
-    jobs = [(weights[head].clone(), gradients[head].clone(), lengths[head].clone()) for head in range(len(weights))]
-    return torch.stack(_each_head(task, jobs)) / (2 * weights.shape[1])
+    found = torch.stack(_each_head(task, _by_head(weights, gradients, lengths)))
+    return found / (2 * weights.shape[1])
+
+
+def _by_head(*stacked: Tensor) -> list[tuple[Tensor, ...]]:
+    """A head each. A view would take the whole layer along to its process, and that works on the CPU."""
+    return [tuple(x[head].clone().cpu() for x in stacked) for head in range(len(stacked[0]))]
 
 
 def _possible(ranks: Sequence[int], weights: Tensor) -> list[int]:

@@ -65,7 +65,7 @@ def _certificates(
 def untrained(inputs: LayerInputs, options: Replacement) -> dict[str, Mechanism]:
     """Mechanisms without training, to show what fitting is worth; and for causal heads sinks and window alone."""
     shape = {"heads": inputs.heads, "dim": inputs.dim, "value_dim": inputs.value_dim, "kv_heads": inputs.kv_heads}
-    found = {name: mechanism(name, **shape, causal=inputs.causal) for name in UNTRAINED}
+    found = {name: mechanism(name, **shape, causal=inputs.causal).to(inputs.q.device) for name in UNTRAINED}
     if inputs.causal:
         found["window"] = window_only(inputs, options.window, options.sinks)
     return found
@@ -80,8 +80,8 @@ def pattern(weights: Float[Tensor, "h t s"]) -> Tensor:
 
 def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str, Tensor]:
     """The strongest pairs (query, key) outside window and sinks, at most one per query."""
-    distance = torch.arange(weights.shape[1])[:, None] - torch.arange(weights.shape[2])[None, :]
-    near = (distance.abs() < window) | (torch.arange(weights.shape[2]) < sinks)
+    query, key = (torch.arange(size, device=weights.device) for size in weights.shape[1:])
+    near = ((query[:, None] - key).abs() < window) | (key < sinks)
     best, key = weights.masked_fill(near, 0.0).max(-1)  # (h, t)
     count = min(READS, weights.shape[1])
     weight, query = best.topk(count, -1)
@@ -111,7 +111,7 @@ def monotonicity(candidate: Mechanism, inputs: LayerInputs, rows: int = 16) -> F
     """
     q, k, v = streams([inputs])
     half = inputs.length // 2
-    picked = torch.linspace(half, inputs.length - 1, min(rows, inputs.length - half)).long()
+    picked = torch.linspace(half, inputs.length - 1, min(rows, inputs.length - half)).long().to(q.device)
     far = max(2, half - getattr(candidate, "window", 0))
     with torch.no_grad():
         read = candidate.read(None, q, k, v, rotary=angles([inputs]))

@@ -235,7 +235,7 @@ def _changes(run: DiagnosisRun, name: str, call: Call, weighted: ReadWeights | N
     ceilings = piece.get("change")
     # Kept for all layers until the backward passes: bfloat16 halves that, and damage needs two digits.
     change = change[None].to(torch.bfloat16)
-    return change if ceilings is None else torch.cat([change, ceilings.transpose(0, 1)])
+    return change if ceilings is None else torch.cat([change, ceilings.transpose(0, 1).to(change.device)])
 
 
 def _walk(model: PreTrainedModel, tokens: Tensor, watch: Callable[[Call], Any]) -> None:

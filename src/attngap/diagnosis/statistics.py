@@ -81,13 +81,14 @@ def _near(weights: Tensor, rows: slice, causal: bool, window: int, sinks: int) -
     high = weights.shape[-1] if causal else min(weights.shape[-1], rows.stop + window - 1)
     if low >= high:
         return torch.zeros_like(weights[..., 0])
-    distance = torch.arange(rows.start, rows.stop)[:, None] - torch.arange(low, high)[None, :]
+    place = torch.arange(max(rows.stop, high), device=weights.device)
+    distance = place[rows, None] - place[None, low:high]
     return (weights[..., low:high] * (distance.abs() < window)).sum(-1)
 
 
 def _back(weights: Tensor, rows: slice, back: int) -> Tensor:
     """Unnormalized weight on the key `back` places earlier; zero where there is none."""
-    index = torch.arange(rows.start, rows.stop) - back
+    index = torch.arange(rows.start, rows.stop, device=weights.device) - back
     index = index.expand(*weights.shape[:-1])
     there = (index >= 0) & (index < weights.shape[-1])
     found = weights.gather(-1, index.clamp(0, weights.shape[-1] - 1)[..., None])[..., 0]

@@ -1,5 +1,7 @@
 """Statistics of every head on one passage, reduced to what a report needs."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def entry_size(inputs: LayerInputs) -> Tensor:
     d, n = inputs.q.shape[-1], inputs.k.shape[1]
     q = inputs.q.abs().amax((-2, -1))
     k = inputs.k.abs().amax((-2, -1)).repeat_interleave(inputs.group)
-    size = (d * q * k).sqrt() / torch.tensor(float(n)).log().sqrt()
+    size = (d * q * k).sqrt() / math.log(n) ** 0.5
     size[list(inputs.linear)] = torch.nan
     return size
 

@@ -12,6 +12,7 @@ from attngap.errors import AttngapError
 from attngap.explorer.weights import picture
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, allowed, capture
+from attngap.models.placement import device_of
 from attngap.models.swap import mixed_heads
 
 MOST_TOKENS = 512  # beyond the window that a conversion has if none is given: within it nothing can have changed
@@ -100,10 +101,11 @@ def _weights(model: Any, ids: Tensor) -> dict[int, Tensor]:
             part = parts[call.layer]
             mixed = part.mechanism.weights(part.mechanism.read(None, call.q, call.k, call.v, rotary=call.rotary))[0]
             weights = mixed.to(weights).index_copy(0, part.keep, weights[part.keep])
-        layers[call.layer] = weights.half()  # as many digits as a picture shows; 270 heads of 512 tokens are 140 MB so
+        # As many digits as a picture shows; 270 heads of 512 tokens are 140 MB so.
+        layers[call.layer] = weights.half().cpu()
 
     with torch.no_grad(), capture(model, keep):
-        model(ids)
+        model(ids.to(device_of(model)))
     return layers
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attngap.models.capture import Call, capture
+from attngap.models.capture import Call, capture, single
 
 ROWS = 128  # whose probabilities are summed at once: sums of all of them would be a second copy of the logits
 # Nats per token and draw that a token counts for at most. Second order ends about where the divergence reaches the
@@ -54,7 +54,7 @@ def projections(
 
     draws: list[list[Tensor]] = []
     with frozen(model), torch.enable_grad(), capture(model, watch):
-        output = read()
+        output = single(read())  # labels are drawn by sums over the vocabulary
         for direction in directions(output.detach(), generator):
             grads = torch.autograd.grad(output, list(leaves.values()), direction, retain_graph=True)
             if observe is not None:
@@ -105,7 +105,7 @@ def random_directions(
 ) -> Iterator[Float[Tensor, "..."]]:
     """For an output without labels: then E[(g . Delta o)^2] is its squared change."""
     for _ in range(draws):
-        yield torch.randn(output.shape, generator=generator)
+        yield torch.randn(output.shape, generator=generator).to(output)
 
 
 def draw_labels(p: Float[Tensor, "b t n"], draws: int, generator: torch.Generator) -> Int[Tensor, "b t draws"]:
@@ -113,7 +113,7 @@ def draw_labels(p: Float[Tensor, "b t n"], draws: int, generator: torch.Generato
 
     torch.multinomial takes one for every label there is: a second for a thousand tokens of a vocabulary of 50,000.
     """
-    heights = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype)
+    heights = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype).to(p.device)
     found = []
     for rows, height in zip(p.split(ROWS, 1), heights.split(ROWS, 1), strict=True):
         reached = rows.cumsum(-1)

@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attngap.models.placement import device_of
+
 
 def forward(model: PreTrainedModel, tokens: Int[Tensor, "b t"], last: int | None = None) -> Any:
     """The model's result; logits of the `last` tokens only, where that is said and the model can leave out the others.
@@ -14,6 +16,7 @@ def forward(model: PreTrainedModel, tokens: Int[Tensor, "b t"], last: int | None
     A decoder that reads an encoder gets the same tokens on both sides.
     """
     options: dict[str, Any] = {}
+    tokens = tokens.to(device_of(model))
     if model.config.is_encoder_decoder:
         options["decoder_input_ids"] = tokens
     if getattr(model.config, "use_cache", None) is not None:

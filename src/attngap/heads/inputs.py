@@ -100,7 +100,7 @@ class LayerInputs:
         if self.allowed is not None:
             return self.allowed.sum(-1)
         t, s = self.length, self.k.shape[1]
-        return torch.arange(1, t + 1) if self.causal else torch.full((t,), s)
+        return torch.arange(1, t + 1, device=self.k.device) if self.causal else self.k.new_full((t,), s).long()
 
     def mean_logits(self) -> Float[Tensor, "h t"]:
         """The mean logit of each row over the keys it may read, from sums of keys: no n x n logits."""
@@ -120,7 +120,7 @@ class LayerInputs:
         return out
 
     def _plain(self) -> Bool[Tensor, "t s"]:
-        every = torch.ones(self.length, self.k.shape[1], dtype=torch.bool)
+        every = torch.ones(self.length, self.k.shape[1], dtype=torch.bool, device=self.k.device)
         return every.tril() if self.causal else every
 
 

@@ -67,13 +67,20 @@ def build_replacement(
         # Bidirectional: features for every pair. A window on both sides would need another op and gains little at
         # the lengths encoders take.
         name, options = replacement.feature_map, options | replacement.map_options() | {"causal": False}
-    return mechanism(name, shape.heads, shape.dim, shape.value_dim, **options), options
+    made = mechanism(name, shape.heads, shape.dim, shape.value_dim, **options)
+    return made.to(device_of_shape(shape)), options
+
+
+def device_of_shape(shape: HeadShape) -> torch.device | None:
+    """Where a replacement of this shape is to be: with the queries that were seen, or the layer they come from."""
+    return shape.q.device if isinstance(shape, LayerInputs) else getattr(shape, "device", None)
 
 
 def window_only(shape: HeadShape, window: int, sinks: int, *, relative: bool = False) -> Mechanism:
     """Sinks and window exact, the rest dropped: the baseline that features must beat."""
     near = {"window": window, "sinks": sinks, "scale": shape.scale, "kv_heads": shape.kv_heads, "relative": relative}
-    return mechanism("hybrid", shape.heads, shape.dim, shape.value_dim, feature_map="none", gain="none", **near)
+    made = mechanism("hybrid", shape.heads, shape.dim, shape.value_dim, feature_map="none", gain="none", **near)
+    return made.to(device_of_shape(shape))
 
 
 def resolve_replacement(

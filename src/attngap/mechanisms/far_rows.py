@@ -58,15 +58,15 @@ class FarRows:
         m = self.mechanism
         count = self.far // step
         far = slice(m.sinks, m.sinks + count * step)
-        rows = m.sinks + m.window - 1 + step * (1 + torch.arange(count))
-        position = torch.arange(self.q.shape[2])[None]
+        rows = m.sinks + m.window - 1 + step * (1 + torch.arange(count, device=self.q.device))
+        position = torch.arange(self.q.shape[2], device=self.q.device)[None]
         fk = m.feature_map.key(self.k[which][:, :, far], position[:, far])  # (b, h_kv, n step, r)
         fq = m.feature_map.query(self.q[which][:, :, rows], position[:, rows])  # (b, h, n, r)
         cut = (count, step)
         keys, values = fk.unflatten(2, cut), self.v[which][:, :, far].unflatten(2, cut)  # (b, h_kv, n, step, ...)
         added = torch.cat((keys.mT @ values, keys.sum(3)[..., None]), -1)  # (b, h_kv, n, r, dv + 1)
         # A product with a triangle of ones: sums along so long a stride take several times as long.
-        sums = (torch.ones(count, count).tril() @ added.flatten(3)).view(added.shape)
+        sums = (added.new_ones(count, count).tril() @ added.flatten(3)).view(added.shape)
         grouped = fq.unflatten(1, (m.kv_heads, -1)).transpose(2, 3)  # (b, h_kv, n, group, r)
         read = (grouped @ sums).transpose(2, 3).flatten(1, 2)  # (b, h, n, dv + 1)
         total, mass = read[..., :-1], read[..., -1]

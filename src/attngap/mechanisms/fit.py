@@ -267,8 +267,9 @@ def _on_average(
     """The prototypes as far keys see them."""
     if not isinstance(mechanism, Hybrid) or mechanism.rotary is None:
         return centers
-    distance = torch.linspace(mechanism.window, max(horizon or 0, 2 * mechanism.window), DISTANCES)
-    rates = torch.zeros(features.width) if features.log_rate is None else features.rates()[place, 0]
+    farthest = max(horizon or 0, 2 * mechanism.window)
+    distance = torch.linspace(mechanism.window, farthest, DISTANCES, device=centers.device)
+    rates = centers.new_zeros(features.width) if features.log_rate is None else features.rates()[place, 0]
     return mechanism.rotary.on_average(centers, angles, distance, (-rates[:, None] * distance).exp())
 
 

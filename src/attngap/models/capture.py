@@ -64,6 +64,7 @@ class Call:
     cross: bool
     output: Float[Tensor, "b h t dv"]
     rotary: Angles | None = None  # cos and sin that q and k were turned by, where the model hands them on
+    source: Tensor | None = None  # the keys as the model holds them: layers that share theirs share this memory
     linear: tuple[int, ...] = ()  # heads that a converted model has replaced already: what they do is in `output` only
 
     @property
@@ -240,17 +241,18 @@ def _attend(
     call = Call(
         layer=layer,
         module=module,
-        q=_at_least_float(query),
-        k=_at_least_float(key),
-        v=_at_least_float(value),
+        q=single(query),
+        k=single(key),
+        v=single(value),
         mask=attention_mask,
         bias=kwargs.get("position_bias"),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         causal=bool(causal) and not cross and query.shape[2] > 1,
         window=kwargs.get("sliding_window"),
         cross=cross,
-        output=_at_least_float(output.transpose(1, 2)),
+        output=single(output.transpose(1, 2)),
         rotary=None if cross else angles_of(module),
+        source=key,
         linear=_linear(module, query.shape[1]),
     )
     _explain(call, watch.kind, query.dtype)
@@ -258,7 +260,8 @@ def _attend(
     return output if replaced is None else replaced.transpose(1, 2).contiguous().to(output.dtype), None
 
 
-def _at_least_float(x: Tensor) -> Tensor:
+def single(x: Tensor) -> Tensor:
+    """In single precision, where it is in half: sums and fits of half precision are none."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 

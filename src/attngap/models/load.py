@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from attngap.errors import AttngapError, pip_install
 from attngap.models.gguf import plain_folder
+from attngap.models.placement import check_products, parse_device, parse_dtype
 
 
 class Wheel(NamedTuple):
@@ -45,30 +46,54 @@ def load(
     *,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
     device_map: Any = None,
     local_files_only: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in evaluation mode and float32 unless `dtype` says otherwise, and its tokenizer.
 
+    `dtype` is torch's or its name; "auto" is that of the checkpoint. `device` is cpu, cuda, cuda:1, mps or auto.
     `device_map` and `local_files_only` mean what they mean to transformers. A checkpoint that lacks weights, or has
     some that the model does not know, is refused.
 
     >>> model, tokenizer = load("smollm2")  # doctest: +SKIP
     """
+    if device is not None and device_map is not None:
+        raise AttngapError("device and device_map both say where the model goes. Give one of them")
+    chosen, place = parse_dtype(dtype), parse_device(device)
+    if isinstance(chosen, torch.dtype):
+        check_products(chosen, str(place or "cpu"))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if local_files_only else {}
     placed = {"device_map": device_map} if device_map is not None else {}
     if (path := _path(model)).is_file():
         with plain_folder(path) as folder:  # checked once for both
-            found = _load_pretrained(str(folder), str(model), options | placed, dtype or torch.float32, False)
-            return found, _tokenizer(str(folder), str(model), options)
-    found = load_model(model, allow_pickle=allow_pickle, dtype=dtype, **options, **placed)
-    return found, load_tokenizer(model, **options)
+            found = _load_pretrained(str(folder), str(model), options | placed, chosen or torch.float32, False)
+            return on_device(found, place), _tokenizer(str(folder), str(model), options)
+    found = load_model(model, allow_pickle=allow_pickle, dtype=chosen, **options, **placed)
+    return on_device(found, place), load_tokenizer(model, **options)
+
+
+def on_device(model: PreTrainedModel, device: torch.device | None) -> PreTrainedModel:
+    """The model on a device; a checkpoint's own precision is known by now, and whether the device can multiply in it.
+
+    A device that is too small says so here: nothing has been computed yet.
+    """
+    check_products(next(model.parameters()).dtype, str(device or "cpu"))
+    if device is None:
+        return model
+    try:
+        return model.to(device)  # pyright: ignore[reportArgumentType]
+    except torch.OutOfMemoryError as error:
+        size = sum(x.numel() * x.element_size() for x in model.parameters()) / 1e9
+        raise AttngapError(
+            f"{device} has no room for the model's {size:.1f} GB of weights. Take --dtype bfloat16, or --device cpu"
+        ) from error
 
 
 def load_model(
-    model: str | os.PathLike[str], *, allow_pickle: bool = False, dtype: torch.dtype | None = None, **options: Any
+    model: str | os.PathLike[str], *, allow_pickle: bool = False, dtype: torch.dtype | str | None = None, **options: Any
 ) -> PreTrainedModel:
     """The model alone; `options` go to transformers."""
     name, path = str(model), _path(model)
@@ -159,7 +184,7 @@ def _check_folder(path: Path, allow_pickle: bool) -> None:
 
 
 def _load_pretrained(
-    source: str, name: str, options: dict[str, Any], dtype: torch.dtype, allow_pickle: bool
+    source: str, name: str, options: dict[str, Any], dtype: torch.dtype | str, allow_pickle: bool
 ) -> PreTrainedModel:
     with _quiet():
         try:
@@ -263,7 +288,7 @@ def _with_head() -> set[str]:
     return found
 
 
-def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype):
+def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype | str):
     if not path.is_file():
         raise AttngapError(f"No file '{path}'. A model is {FORMS}")
     with _quiet(), plain_folder(path) as folder:

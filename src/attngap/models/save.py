@@ -16,7 +16,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.auto import CODE, CODE_FILE, config_json
-from attngap.models.load import ALIASES, load_model, load_tokenizer
+from attngap.models.load import ALIASES, load_model, load_tokenizer, on_device
 from attngap.models.lora import add_lora
 from attngap.models.plan import Plan, architecture
 from attngap.models.swap import mixed_heads, swap
@@ -39,6 +39,7 @@ class Base(_Strict):
     name: str  # what `attngap.load` takes; "base" is the folder inside this one, ./ and ../ are seen from it
     architecture: str
     sha256: str
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # in which these are the weights' values
 
 
 class Layer(_Strict):
@@ -82,6 +83,8 @@ class Conversion(_Strict):
     def hash(self) -> str:
         content = self.model_dump(mode="json", by_alias=True, exclude={"seal": True, "provenance": True})
         content["base"].pop("name")
+        if content["base"]["dtype"] == "float32":
+            content["base"].pop("dtype")  # records of before have none
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -98,6 +101,12 @@ def conversion_of(model: PreTrainedModel) -> Conversion:
             f"This {type(model).__name__} was not converted by attngap. Convert it: attngap.linearize, then save"
         )
     return found
+
+
+def dtype_name(model: PreTrainedModel) -> Any:
+    """Of the weights that are numbers; quantized ones, say, are float32 where they are read."""
+    found = str(model.dtype).removeprefix("torch.")
+    return found if found in ("bfloat16", "float16", "float64") else "float32"
 
 
 def weights_hash(model: PreTrainedModel) -> str:
@@ -137,7 +146,7 @@ def save(
             plain.save_pretrained(folder / BASE)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / BASE)
-            base = conversion.base.model_copy(update={"name": BASE, "sha256": found})
+            base = conversion.base.model_copy(update={"name": BASE, "sha256": found, "dtype": dtype_name(plain)})
         else:
             base = conversion.base.model_copy(update={"name": _seen_from(place, conversion.base.name)})
         save_file(_adapter(model), folder / WEIGHTS, metadata={"format": "pt"})
@@ -189,13 +198,14 @@ def load_converted(
 
 
 def load_converted_model(
-    folder: Path, *, base: str | None = None, dtype: torch.dtype | None = None, **options: Any
+    folder: Path, *, base: str | None = None, dtype: torch.dtype | str | None = None, **options: Any
 ) -> PreTrainedModel:
     """The converted model alone; `options` are those of `attngap.load`, for the base model."""
     conversion = read_record(folder)
     weights = _read_adapter(folder, conversion)
     _check_size(folder, conversion, weights)
-    converted = assemble(load_base_model(folder, conversion, base, **options), conversion)
+    dtype = None if dtype == "auto" else dtype  # what it was converted in
+    converted = assemble(load_base_model(folder, conversion, base, dtype=dtype, **options), conversion)
     wanted = _adapter(converted)
     for name in sorted(set(wanted) | set(weights)):
         one, other = (None if x is None else (tuple(x.shape), x.dtype) for x in (wanted.get(name), weights.get(name)))
@@ -205,7 +215,7 @@ def load_converted_model(
                 "Convert the model again"
             )
     converted.load_state_dict(weights, strict=False)
-    if dtype is not None:
+    if isinstance(dtype, torch.dtype):
         converted.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     return converted.eval()
 
@@ -255,22 +265,44 @@ def base_source(folder: Path, conversion: Conversion, base: str | None = None) -
 
 
 def load_base(
-    folder: Path, conversion: Conversion, base: str | None = None
+    folder: Path,
+    conversion: Conversion,
+    base: str | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model a folder was converted from, its weights checked against the hash, and its tokenizer."""
-    model = load_base_model(folder, conversion, base)
+    model = on_device(load_base_model(folder, conversion, base, dtype=dtype), device)
     own = (folder / "tokenizer_config.json").exists()
     return model, load_tokenizer(str(folder) if own else base_source(folder, conversion, base))
 
 
-def load_base_model(folder: Path, conversion: Conversion, base: str | None = None, **options: Any) -> PreTrainedModel:
-    """The model a folder was converted from, its weights checked against the hash."""
+def load_base_model(
+    folder: Path,
+    conversion: Conversion,
+    base: str | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """The model a folder was converted from, its weights checked against the hash.
+
+    It is read in the precision that is asked for at once, if its weights have those very values in it: one copy.
+    """
     source = base_source(folder, conversion, base)
+    own: torch.dtype = getattr(torch, conversion.base.dtype)
+    asked = dtype if isinstance(dtype, torch.dtype) else own
     try:
-        original = load_model(source, **options)
+        original = load_model(source, dtype=asked, **options)
+        found = weights_hash(original)
+        if found != conversion.base.sha256 and asked != own:
+            del original
+            original = load_model(source, dtype=own, **options)
+            found = weights_hash(original)
+            original.to(dtype=asked)  # pyright: ignore[reportCallIssue]
     except AttngapError as error:
         raise AttngapError(f"'{folder}' is an adapter of {source!r}, which did not load. {error}") from error
-    found = weights_hash(original)
     if found != conversion.base.sha256:
         raise AttngapError(
             f"'{folder}' was made from other weights than {source!r} has: sha256 {conversion.base.sha256[:12]}... "

@@ -59,6 +59,7 @@ class LayerShape:
     causal: bool
     obstacle: str | None  # why its heads cannot be replaced
     cache: int | None = None  # its place in the model's cache; None without one
+    device: torch.device | None = None  # of its queries
 
 
 class MixedHeads(nn.Module):
@@ -249,7 +250,7 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
             f"{type(model).__name__} has no softmax attention: there is no head to look at or to replace"
         )
     names = {id(module): name for name, module in model.named_modules()}
-    holders = [x.k.untyped_storage().data_ptr() for x in calls]
+    holders = [(x.k if x.source is None else x.source).untyped_storage().data_ptr() for x in calls]
     modules = [id(x.module) for x in calls]
     return [
         _shape(
@@ -299,6 +300,7 @@ def _shape(call: Call, name: str, cache: Any, *, shared: bool, repeated: bool) -
         causal=causal,
         obstacle=_obstacle(call, cache, index, causal=causal, shared=shared, repeated=repeated),
         cache=index,
+        device=call.q.device,
     )
 
 
@@ -359,7 +361,8 @@ def swap(model: PreTrainedModel, layers: Mapping[int, tuple[Mechanism, Iterable[
     converted = twin(model)
     for layer, (mechanism, keep) in layers.items():
         module = converted.get_submodule(shapes[layer].module)
-        module.add_module(CHILD, MixedHeads(layer, mechanism, keep, shapes[layer].cache))
+        mixed = MixedHeads(layer, mechanism, keep, shapes[layer].cache)
+        module.add_module(CHILD, mixed.to(shapes[layer].device))
     converted.__class__ = converted_class(type(model))
     vars(converted)["shares_weights"] = True
     attach(converted)

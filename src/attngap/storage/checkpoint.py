@@ -63,7 +63,7 @@ class Checkpoint:
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Leave a piece, whole or not at all."""
         try:
-            data = save({key: tensor.detach().contiguous() for key, tensor in tensors.items()})
+            data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         except SafetensorError as error:
             raise AttngapError(f"Cannot keep the piece {name!r}: {error}") from error
         packed = zlib.crc32(data).to_bytes(DIGITS, "little") + data

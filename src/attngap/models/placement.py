@@ -1,0 +1,92 @@
+"""Where a model's tensors are and in what precision, and whether this machine can do what was asked for."""
+
+import functools
+import re
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from attngap.errors import AttngapError, unknown
+from attngap.options import DEVICES, DTYPES
+
+PRODUCT_SECONDS = 60.0
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model wants its tokens: the device of its first weights, or the one that offloaded weights come to."""
+    hook: Any = getattr(model, "_hf_hook", None)  # accelerate's, on models that are spread over devices or disk
+    placed = getattr(hook, "execution_device", None)
+    if placed is not None:
+        return torch.device(f"cuda:{placed}" if isinstance(placed, int) else placed)
+    return next((x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta), torch.device("cpu"))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for: without this a clock measures the asking."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def parse_dtype(asked: Any) -> torch.dtype | str | None:
+    """A dtype by its name; "auto", which is the checkpoint's own, and None stay what they are."""
+    if asked is None or asked == "auto" or isinstance(asked, torch.dtype):
+        return asked
+    name = str(asked).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+    return getattr(torch, name)
+
+
+def parse_device(asked: Any) -> torch.device | None:
+    """A device that is there; "auto" takes the first accelerator, else the CPU."""
+    if asked is None or isinstance(asked, torch.device):
+        return asked
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _mps() else "cpu")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", str(asked)):
+        raise AttngapError(f"No device {str(asked)!r}. Allowed: {', '.join(DEVICES)}")
+    device = torch.device(str(asked))
+    if device.type == "mps" and not _mps():
+        raise AttngapError("No device 'mps': this is no Mac whose GPU torch can use. Allowed here: cpu, auto")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        have = f"it sees {count} CUDA devices" if count else "it sees no CUDA device"
+        raise AttngapError(f"No device {str(asked)!r}: torch {torch.__version__} is installed and {have}. Try: auto")
+    return device
+
+
+def _mps() -> bool:
+    return torch.backends.mps.is_available()
+
+
+@functools.cache
+def check_products(dtype: torch.dtype, device: str) -> None:
+    """Refuse a precision that the device cannot multiply in.
+
+    Some processors die of it by an illegal instruction, which no exception tells; so a child process tries first.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return
+    name = str(dtype).removeprefix("torch.")
+    code = (
+        f"import torch; x = torch.ones(64, 64, dtype=torch.{name}, device={device!r}); "
+        "y = torch.nn.functional.linear(x, x); z = x @ x; "
+        "a = torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]); "
+        "assert float((y + z).float().sum()) == 2 * 64**3 and bool(a.isfinite().all())"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PRODUCT_SECONDS, text=True)
+    except subprocess.TimeoutExpired:
+        raise AttngapError(_cannot(name, device, f"a product took over {PRODUCT_SECONDS:.0f} s")) from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        why = f"signal {-done.returncode}" if done.returncode < 0 else lines[-1] if lines else "it failed"
+        raise AttngapError(_cannot(name, device, why))
+
+
+def _cannot(name: str, device: str, why: str) -> str:
+    return f"{device} cannot multiply in {name} ({why}). Nothing was lost; take --dtype float32 (dtype='float32')"

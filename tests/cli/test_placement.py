@@ -1,0 +1,63 @@
+"""--dtype and --device on every verb that loads a model; what is not there is refused before anything is written."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attngap.cli.app import app
+from attngap.errors import AttngapError
+from tests.zoo import tiny, tokenizer
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("placement")
+    tiny().save_pretrained(root / "model")
+    tokenizer().save_pretrained(root / "model")
+    (root / "text.txt").write_text(" ".join(f"{i} green bottles hanging on the wall." for i in range(500)))
+    return root
+
+
+def verbs(place, out):
+    model = str(place / "model")
+    return {
+        "diagnose": ["diagnose", model, "-o", str(out), "--quick"],
+        "linearize": ["linearize", model, "-o", str(out)],
+        "generate": ["generate", model, "hello"],
+        "chat": ["chat", model],
+        "eval": ["eval", model, "--suite", "needle"],
+        "serve": ["serve", "--model", model, "--port", "0"],
+    }
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "linearize", "generate", "chat", "eval", "serve"])
+@pytest.mark.parametrize(
+    ("option", "line"), [(("--device", "cuda:99"), "No device 'cuda:99'"), (("--dtype", "int3"), "No dtype 'int3'")]
+)
+def test_what_is_not_there_is_told_before_work_starts(place, tmp_path, verb, option, line):
+    done = RUNNER.invoke(app, [*verbs(place, tmp_path / "out")[verb], *option])
+    assert isinstance(done.exception, AttngapError)
+    assert str(done.exception).startswith(line)
+    assert "\n" not in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_precision_from_diagnosis_to_text(place, tmp_path):
+    model, text = str(place / "model"), str(place / "text.txt")
+    half, small = ["--dtype", "bfloat16"], ["--text", text, "--context", "48"]
+    run = RUNNER.invoke(app, ["diagnose", model, "-o", str(tmp_path / "d"), "--quick", "--json", *small, *half])
+    assert run.exit_code == 0, run.output
+    single = RUNNER.invoke(app, ["diagnose", model, "-o", str(tmp_path / "s"), "--quick", "--json", *small])
+    one, other = (torch.tensor([h["entropy"] for h in json.loads(x.stdout)["heads"]]) for x in (run, single))
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one, other, atol=0.03, rtol=0.03)
+    few = ["--tokens", "96", "--steps", "1", "--joint", "0", "--rounds", "0", "--no-measure", "--window", "8"]
+    run = RUNNER.invoke(app, ["linearize", model, "-o", str(tmp_path / "c"), *small, *few, *half])
+    assert run.exit_code == 0, run.output
+    run = RUNNER.invoke(app, ["generate", str(tmp_path / "c"), "green bottles", "--tokens", "3", "--json", *half])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout)["cache_bytes"] > 0

@@ -1,0 +1,105 @@
+"""Everything that is made for a model is made where the model is: shown on a device that refuses to meet the CPU.
+
+The device is pretended (tests/pretended.py), since test machines have none but the CPU; numbers are those of the CPU.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+import attngap
+from attngap.conversion import calibration, long, speed
+from attngap.conversion.evaluate import Measures
+from attngap.explorer.sentence import Sentences
+from attngap.heads.forward import forward
+from attngap.models.stream import Conversation
+from attngap.models.swap import empty_cache, mixed_heads
+from tests.conversion.small import TEXT
+from tests.pretended import ELSEWHERE, Elsewhere, MixedDevices, SecondDevice, here, move
+from tests.zoo import tiny, tokenizer
+
+CONVERT = {"context": 64, "tokens": 256, "steps": 2, "joint": 2, "rounds": 1, "window": 8, "keep": 0.25}
+MEASURED = Measures(passages=1, trials=1, contexts=(64, 128), prefill_up_to=64, lengths=(64,), by_length=())
+
+
+@pytest.fixture(autouse=True)
+def _pretended(monkeypatch):
+    monkeypatch.setattr(speed, "synchronize", lambda device: None)  # there is nothing to wait for
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*frobenius_norm.*|.*An output with one or more elements.*")
+        yield
+
+
+def test_the_pretended_device_refuses_what_a_real_one_would():
+    model = move(tiny())
+    tokens = torch.arange(1, 9)[None]
+    with SecondDevice():
+        assert model.device == ELSEWHERE
+        with pytest.raises(MixedDevices, match="embedding mixes devices"):
+            model(tokens)
+        logits = model(tokens.to(ELSEWHERE)).logits
+        with pytest.raises(MixedDevices, match="numpy"):
+            logits.detach().numpy()
+        with pytest.raises(MixedDevices, match="mul mixes"):
+            logits * torch.arange(96.0)
+        with pytest.raises(MixedDevices, match="generator"):
+            torch.randn(3, device=logits.device, generator=torch.Generator())
+    torch.testing.assert_close(here(logits), tiny()(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_diagnosis_happens_where_the_model_is(name):
+    def run(model):
+        return attngap.diagnose(model, tokenizer(), TEXT, context=64, passages=2, window=8, ranks=(4,), verify=2)
+
+    with SecondDevice():
+        found = run(move(tiny(name)))
+    for one, other in zip(found.heads, run(tiny(name)).heads, strict=True):
+        assert one.verdict == other.verdict
+        assert one.damage == pytest.approx(other.damage, rel=1e-3)
+        assert one.entropy == pytest.approx(other.entropy, rel=1e-4)
+        assert one.fit == pytest.approx(other.fit, rel=1e-3)
+
+
+@pytest.mark.parametrize("slices", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_conversion_happens_where_the_model_is(name, slices, monkeypatch):
+    if slices:
+        monkeypatch.setattr(long, "ROWS", 16)
+        monkeypatch.setattr(calibration, "FACTS", 2)  # a token a letter: eight would not fit
+
+    def run(model):
+        return attngap.linearize(model, tokenizer(), None, TEXT, measures=MEASURED, **CONVERT)
+
+    with SecondDevice():
+        model = move(tiny(name))
+        converted, receipt = run(model)
+        assert not [note for note in receipt.notes if "could not be measured" in note]
+        assert ("reading long passages" in receipt.seconds) == (slices and name == "llama")
+        assert all(isinstance(x, Elsewhere) for x in (*converted.parameters(), *converted.buffers()))
+        tokens = torch.arange(1, 41)[None].to(ELSEWHERE)
+        cache = empty_cache(converted)
+        with torch.no_grad():
+            pieces = [converted(part, past_key_values=cache).logits for part in tokens.split([37, 1, 1, 1], 1)]
+            whole = converted(tokens, use_cache=False).logits
+    torch.testing.assert_close(here(torch.cat([here(x) for x in pieces], 1)), here(whole), atol=2e-4, rtol=2e-4)
+    plain, other = run(tiny(name))
+    assert receipt.keep == other.keep
+    assert receipt.fit_error["median"] == pytest.approx(other.fit_error["median"], rel=0.02)
+    assert [part.keep.tolist() for part in mixed_heads(plain).values()] == [
+        part.keep.tolist() for part in mixed_heads(converted).values()
+    ]
+
+
+def test_conversations_and_the_explorer_speak_to_the_device():
+    words = tokenizer()
+    with SecondDevice():
+        model = move(tiny())
+        steps = list(Conversation(model, words).reply([{"role": "user", "content": "the cat"}], limit=3))
+        heads = Sentences(model, words, "tiny").heads("the cat sat")["heads"]
+        assert forward(model, torch.ones(1, 4, dtype=torch.long)).logits.device == ELSEWHERE
+    same = list(Conversation(tiny(), words).reply([{"role": "user", "content": "the cat"}], limit=3))
+    assert [step.text for step in steps] == [step.text for step in same]
+    for one, other in zip(heads, Sentences(tiny(), words, "tiny").heads("the cat sat")["heads"], strict=True):
+        assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
