@@ -312,6 +312,10 @@ def test_the_smallest_keep_set_within_a_ratio():
     _, longer = linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=100.0, max_ppl_length=200)
     assert longer.options["max_ppl_length"] == 200
     assert longer.kept == 0
+    with pytest.raises(AttngapError, match=r"max_ppl_length 1000000000 is beyond the model's \d+ positions"):
+        linearize(model, words, made, TEXT, **QUICK, max_ppl_ratio=1.1, max_ppl_length=10**9)
+    with pytest.raises(AttngapError, match="max_ppl_length is the length a max_ppl_ratio must hold at"):
+        linearize(model, words, made, TEXT, **QUICK, max_ppl_length=64)
 
 
 def test_groups_are_kept_whole():

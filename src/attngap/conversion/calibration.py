@@ -78,13 +78,13 @@ class TextParts:
 
     def judging(self, length: int) -> Int[Tensor, "1 length"]:
         """A passage that is never handed out again."""
-        return torch.tensor([self._passage(self._take(length), length)])
+        return torch.tensor([self._passage(self._take(length))])
 
     def long(self, length: int) -> Int[Tensor, "1 length"]:
         """A passage to fit to."""
         taken = self._take(length)
         self._again += taken
-        return torch.tensor([self._passage(taken, length)])
+        return torch.tensor([self._passage(taken)])
 
     def short(self, length: int, count: int) -> Int[Tensor, "count length"]:
         """Passages to fit to, from all over the text."""
@@ -97,7 +97,7 @@ class TextParts:
                 f"{count} wanted. Give more text, fewer tokens or a shorter context"
             )
         order = torch.randperm(room, generator=self._generator)[:count].tolist()
-        return torch.tensor([self._passage(left[i * body : (i + 1) * body], length) for i in order])
+        return torch.tensor([self._passage(left[i * body : (i + 1) * body]) for i in order])
 
     def _take(self, length: int) -> list[int]:
         body = length - len(self._prefix) - len(self._suffix)
@@ -109,7 +109,7 @@ class TextParts:
         taken, self._left = self._left[:body], self._left[body:]
         return taken
 
-    def _passage(self, body: list[int], length: int) -> list[int]:
+    def _passage(self, body: list[int]) -> list[int]:
         return [*self._prefix, *body, *self._suffix]
 
 

@@ -164,6 +164,9 @@ def _check_model(model: PreTrainedModel, options: ConversionOptions) -> None:
     limit = longest(model)
     if limit is not None and options.context > limit:
         raise AttngapError(f"context {options.context} is beyond the model's {limit} positions. Give at most {limit}")
+    held = options.max_ppl_length
+    if limit is not None and held is not None and held > limit:
+        raise AttngapError(f"max_ppl_length {held} is beyond the model's {limit} positions. Give at most {limit}")
     if options.max_ppl_ratio is not None and not predicts_next(model):
         raise AttngapError("max_ppl_ratio needs a language model; an encoder has no perplexity. Give keep or a plan")
 
