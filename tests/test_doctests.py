@@ -31,6 +31,7 @@ def test_few_examples_are_skipped():
         "diagnosis.diagnose",
         "models.capture",
         "models.load",
+        "models.prefill",
         "models.save",
     }
     assert skipping == {f"attngap.{name}" for name in calls}

@@ -26,7 +26,7 @@ def test_table_has_every_name_and_fits_80_columns():
     assert set(catalogue()) <= set(rows)
     assert rows["elu"] == ["elu", "2006.16236", "4,160", "64", "-", "-", "yes"]
     assert rows["gated-delta"] == ["gated-delta", "2412.06464", "4,096", "64", "yes", "yes", "-"]
-    assert rows["softmax"] == ["softmax", "1706.03762", "128", "a", "token", "tokens", "-", "-", "yes"]
+    assert rows["softmax"] == ["softmax", "1706.03762", "128", "per", "token", "tokens", "-", "-", "yes"]
 
 
 def test_json_is_what_the_mechanisms_claim():
