@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 
 from attngap.diagnosis import diagnose as diagnosing
-from attngap.diagnosis import joint
+from attngap.diagnosis import joint, replaced
 from attngap.diagnosis.joint import SHARES, compare
 from tests import zoo
 
@@ -90,12 +90,14 @@ def test_a_killed_run_does_not_replace_again(found, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(joint, "replaced_predictions", dies)
+    for module in (joint, replaced):
+        monkeypatch.setattr(module, "replaced_predictions", dies)
     with pytest.raises(KeyboardInterrupt):
         run(directory=tmp_path)
-    monkeypatch.setattr(
-        joint, "replaced_predictions", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs)
-    )
+    for module in (joint, replaced):
+        monkeypatch.setattr(
+            module, "replaced_predictions", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs)
+        )
     resumed = run(directory=tmp_path)
     assert resumed.joint == found.joint
     assert len(calls) == 8 + 4 * len(SHARES) + 1  # every replacement once, and the one that was killed

@@ -14,7 +14,7 @@ LIMITS = """\
 - Replaced heads read the first and the last tokens exactly and everything between through a state of fixed size: exact
   recall from the middle of a long context rests on the heads that were kept.
 - {length}
-- Packed sequences and custom 4D attention masks are refused, as are caches that can be cropped (assisted generation).
+- Packed sequences and custom 4D attention masks are refused.
 - The figures are those of this receipt, on its texts and machine; measure yours: `attngap eval DIR --text FILE`."""
 
 

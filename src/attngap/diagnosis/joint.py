@@ -12,8 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attngap.diagnosis.prediction import Joint
-from attngap.diagnosis.replaced import divergence, predictions, replaced_predictions
-from attngap.diagnosis.replay import Replay
+from attngap.diagnosis.replaced import divergence, predictions, replaced_predictions, replacement_losses
 from attngap.diagnosis.result import Diagnosis, Head
 from attngap.diagnosis.stages import DiagnosisRun
 from attngap.heads.forward import forward, predicts_next
@@ -39,23 +38,12 @@ def measure_worst(run: DiagnosisRun, heads: list[Head]) -> None:
 
     The estimate stays in `recall_estimate`, and what would remain at each rank keeps its share of the damage.
     """
-    worst = sorted((head for head in heads if head.recall_damage), key=lambda head: -(head.recall_damage or 0.0))[
-        :WORST
-    ]
-    tokens = run.fresh_stress[0]
-    replay = before = None
+    hurt = [head for head in heads if head.recall_damage]
+    worst = sorted(hurt, key=lambda head: -(head.recall_damage or 0.0))[:WORST]
     with progress("replacing the worst heads", len(worst), quiet=run.quiet) as advance:
-        for head in worst:
-            piece = run.checkpoint.get(f"worst-{head.id}")
-            if piece is None:
-                if replay is None or before is None:
-                    replay = Replay(run.model, tokens)
-                    before = predictions(replay.record(lambda: forward(run.model, tokens)))
-                after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
-                piece = {"loss": divergence(before, after)}
-                run.checkpoint.put(f"worst-{head.id}", piece)
-            _set_recall(head, float(piece["loss"]))
-            advance(note=f"head {head.id}")
+        losses = replacement_losses(run, "worst", run.fresh_stress[0], worst, advance)
+    for head, loss in zip(worst, losses, strict=True):
+        _set_recall(head, loss)
 
 
 def _set_recall(head: Head, measured: float) -> None:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attngap.diagnosis.replay import Replay
+from attngap.diagnosis.result import Head
 from attngap.diagnosis.stages import DiagnosisRun, load_fit
 from attngap.heads.forward import embedding, forward
 from attngap.heads.inputs import layer_inputs
@@ -31,6 +32,27 @@ def replaced_predictions(
     start = contextlib.nullcontext(0) if replay is None else replay.until(min(heads))
     with start as skipped, capture(run.model, _replace(run, heads, skipped)):
         return predictions(forward(run.model, tokens))
+
+
+@torch.no_grad()
+def replacement_losses(
+    run: DiagnosisRun, name: str, tokens: Int[Tensor, "1 t"], heads: Sequence[Head], advance: Callable[..., None]
+) -> list[float]:
+    """What replacing each head alone costs on a passage; what a killed run measured as `name` is not measured again."""
+    replay = before = None
+    found = []
+    for head in heads:
+        piece = run.checkpoint.get(f"{name}-{head.id}")
+        if piece is None:
+            if replay is None or before is None:
+                replay = Replay(run.model, tokens)
+                before = predictions(replay.record(lambda: forward(run.model, tokens)))
+            after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
+            piece = {"loss": divergence(before, after)}
+            run.checkpoint.put(f"{name}-{head.id}", piece)
+        found.append(float(piece["loss"]))
+        advance(note=f"head {head.id}")
+    return found
 
 
 def _replace(run: DiagnosisRun, heads: Mapping[int, Sequence[int]], skipped: int) -> Callable[[Call], Tensor | None]:

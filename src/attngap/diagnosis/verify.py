@@ -1,19 +1,15 @@
 """Measure what the estimates predict: replace one head for real and compare the model's predictions."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from attngap.diagnosis.replaced import divergence, predictions, replaced_predictions
-from attngap.diagnosis.replay import Replay
+from attngap.diagnosis.replaced import replacement_losses
 from attngap.diagnosis.result import Head, Verification
 from attngap.diagnosis.stages import STRESS, DiagnosisRun
 from attngap.errors import AttngapError
-from attngap.heads.forward import forward
 from attngap.progress import progress
 
 
@@ -28,7 +24,10 @@ def verify(
     chosen = [able[place] for place in places]
     passages = {str(i): row[None] for i, row in enumerate(text)} | {STRESS: stress}
     with progress("verifying, real replacements", len(chosen) * len(passages), quiet=run.quiet) as advance:
-        losses = {name: _losses(run, name, tokens, chosen, advance) for name, tokens in passages.items()}
+        losses = {
+            name: replacement_losses(run, f"verify-{name}", tokens, chosen, advance)
+            for name, tokens in passages.items()
+        }
     recall = losses.pop(STRESS)
     for place, head in enumerate(chosen):
         head.measured = sum(found[place] for found in losses.values()) / len(losses)
@@ -51,24 +50,3 @@ def _spearman(a: list[float], b: list[float]) -> float | None:
         return None
     found: Any = spearmanr(a, b)
     return float(found.statistic)
-
-
-@torch.no_grad()
-def _losses(
-    run: DiagnosisRun, name: str, tokens: Int[Tensor, "1 t"], chosen: list[Head], advance: Callable[..., None]
-) -> list[float]:
-    """The real loss on one passage of each head; those that a killed run measured are not measured again."""
-    replay = before = None
-    found = []
-    for head in chosen:
-        piece = run.checkpoint.get(f"verify-{name}-{head.id}")
-        if piece is None:
-            if replay is None or before is None:
-                replay = Replay(run.model, tokens)
-                before = predictions(replay.record(lambda: forward(run.model, tokens)))
-            after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
-            piece = {"loss": divergence(before, after)}
-            run.checkpoint.put(f"verify-{name}-{head.id}", piece)
-        found.append(float(piece["loss"]))
-        advance(note=f"head {head.id}")
-    return found
