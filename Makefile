@@ -14,7 +14,7 @@ define took
 echo "make $@ took $$((seconds / 60)) min $$((seconds % 60)) s; $(VENV) holds $$(du -sh $(VENV)/ | cut -f1)."; echo $(1)
 endef
 
-.PHONY: demo test test-all trust lint format bench docs fresh clean
+.PHONY: demo test test-all trust oldest lint format bench docs fresh clean
 .DEFAULT_GOAL := demo
 
 $(BIN)/python:
@@ -54,6 +54,9 @@ test-all: $(VENV)/.dev  ## also what is marked slow
 trust: $(VENV)/.dev  ## an hour or two, resumable: kills, damaged files, hostile numbers, every architecture; docs/reliability.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/trust.py $(PART)
 	test -n "$(PART)" || $(BIN)/python tools/conformance.py
+
+oldest: $(VENV)/.dev  ## what touches transformers, on the oldest release allowed
+	tools/oldest.sh
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

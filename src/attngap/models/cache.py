@@ -162,8 +162,9 @@ class MixedLayer(CacheLayerMixin):
         """From now on keep what is needed to take tokens back: assisted decoding proposes and withdraws them."""
         self.past = _Past(self)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens (a negative number, as everywhere in transformers)."""
+        tokens_to_remove = int(tokens_to_remove)  # older transformers count in tensors
         if not self.is_initialized or (tokens_to_remove == 0 and self.past is None):
             return
         if self.past is None or -tokens_to_remove > self.past.tokens or tokens_to_remove > 0:
@@ -322,7 +323,7 @@ class MixedLayerBesideState(LinearAttentionLayer, MixedLayer):
     def activate_past_recording(self) -> None:
         raise AttngapError("A converted layer beside a state-space mixer cannot take tokens back. Decode plainly")
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         if tokens_to_remove:
             self.activate_past_recording()
 
