@@ -1,3 +1,4 @@
+from attngap.report.sections.conversion import _off_scale
 from attngap.report.sections.receipts import limit, longest, measurements
 
 
@@ -45,3 +46,12 @@ def test_later_measurements_stand_beside_those_of_the_conversion():
     entry = {"time": "2026-11-18T04:00:00+00:00", "text": "speech.txt", "quality": {}, "by_length": later}
     found = measurements(receipt(by_length=first, entries=[entry]))
     assert found == [("held out of the calibration text", first), ("speech.txt, 2026-11-18", later)]
+
+
+def test_a_part_that_would_flatten_the_others_is_said_and_not_drawn():
+    rows = [
+        {"length": 1024, "part": part, "perplexity_ratio": ratio}
+        for part, ratio in (("converted", 1.02), ("without features", 1.2), ("without window", 422.0))
+    ]
+    assert _off_scale(rows) == {"without window": 422.0}
+    assert _off_scale(rows[:2]) == {}

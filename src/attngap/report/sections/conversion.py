@@ -12,6 +12,7 @@ from attngap.report.sections.receipts import HELD_OUT, by_length, filled, measur
 from attngap.report.sections.speed import speed_section
 
 Row = dict[str, Any]
+SCALE = 3.0  # times the original's perplexity: what is worse is said and not drawn
 MEASURES = {
     "perplexity_ratio": ("perplexity, times the original's", ".3f"),
     "divergence": ("KL to the original, nats per token", ".3f"),
@@ -67,7 +68,9 @@ def _quality(receipts: Sequence[Result]) -> Section:
 
 def _against_length(receipt: Result) -> Chart | None:
     """The first picture of the page: does the conversion hold as the text grows?"""
-    rows, positions = by_length(receipt.content), receipt.content.get("positions")
+    measured, positions = by_length(receipt.content), receipt.content.get("positions")
+    beyond = _off_scale(measured)
+    rows = [row for row in measured if row["part"] not in beyond]
     specs = {}
     for key, (label, form) in MEASURES.items():
         points = [row | {"value": row[key]} for row in rows if row.get(key) is not None]
@@ -84,9 +87,19 @@ def _against_length(receipt: Result) -> Chart | None:
         see = f"Measured at {lengths[0]:,} tokens only: it says nothing about longer text."
     if positions and lengths[-1] > positions:
         see += f" Right of the dashed line the text is longer than the model's own {positions:,} positions."
+    for part, worst in beyond.items():
+        see += f" Off this scale: {part}, with a perplexity up to {worst:,.0f} times the original's."
     alt = "Quality of the original, the conversion and its parts, against the length of the text"
     title = "Quality against length" if len(lengths) > 1 else f"Quality at {lengths[0]:,} tokens"
     return Chart("quality", title, alt, next(iter(specs.values())), see, specs, "Measure")
+
+
+def _off_scale(rows: Sequence[Row]) -> dict[str, float]:
+    """Parts that would flatten all others, and their worst ratio: a conversion without its window may be of no use."""
+    worst: dict[str, float] = {}
+    for row in rows:
+        worst[row["part"]] = max(worst.get(row["part"], 0.0), row.get("perplexity_ratio") or 0.0)
+    return {part: ratio for part, ratio in worst.items() if ratio > SCALE}
 
 
 def _against_kept(rows: Sequence[Row]) -> Chart | None:
