@@ -26,7 +26,8 @@ from attngap.models.cache import cache_bytes, fill
 from attngap.models.load import load_model
 from attngap.models.plan import Replacement
 from attngap.models.positions import layer_positions
-from attngap.models.swap import layer_shapes, swap
+from attngap.models.shapes import layer_shapes
+from attngap.models.swap import swap
 from attngap.options import KEEP, SINKS, WINDOW
 from attngap.provenance import provenance
 

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import attngap
 from attngap.heads.replacement import window_only
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.swap import mixed_heads, swap
+from attngap.models.mixed import mixed_heads
+from attngap.models.swap import swap
 
 SCORED = 512  # last tokens
 DEPTHS = (0.1, 0.5, 0.9)

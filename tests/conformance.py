@@ -16,7 +16,8 @@ from attngap.models.capture import capture
 from attngap.models.compat import DynamicCache
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
 from attngap.models.save import Base, conversion_record, set_conversion, weights_hash
-from attngap.models.swap import LayerShape, check_replaceable, layer_shapes, swap
+from attngap.models.shapes import LayerShape, check_replaceable, layer_shapes
+from attngap.models.swap import swap
 from tests.zoo import tokenizer
 from tests.zoo_architectures import Architecture
 

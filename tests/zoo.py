@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attngap import mechanism
 from attngap.mechanisms.base import Mechanism
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 
 VOCABULARY = 96
 SHARED = {

@@ -108,8 +108,9 @@ def read_exactly(original: Any, tokens: list[int]) -> tuple[list[Layer], float]:
 @torch.no_grad()
 def handed_over(converted: Any, layers: list[Layer]) -> Any:
     """The cache of a converted model after a context that the original has read."""
+    from attngap.models.mixed import mixed_heads
     from attngap.models.prefill import hand_over
-    from attngap.models.swap import empty_cache, mixed_heads
+    from attngap.models.swap import empty_cache
 
     cache, parts = empty_cache(converted), mixed_heads(converted)
     for i, read in enumerate(layers):
@@ -144,7 +145,7 @@ def read_scores(folder: Path, name: str) -> list[list[float]] | None:
 
 def load_parts(folder: Path, model: str, window: int | None) -> Parts:
     import attngap
-    from attngap.models.swap import mixed_heads
+    from attngap.models.mixed import mixed_heads
 
     original, _ = attngap.load(folder / "model")
     converted, _ = attngap.load(model)

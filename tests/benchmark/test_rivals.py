@@ -18,7 +18,7 @@ from attngap.heads.replacement import build_replacement, window_only
 from attngap.models.cache import cache_bytes
 from attngap.models.plan import Replacement
 from attngap.models.positions import layer_positions
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 from tests import zoo
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "rivals"

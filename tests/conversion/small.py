@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 from tests.zoo import tiny, tokenizer
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. who sat where? " * 120

@@ -10,7 +10,7 @@ from attngap.conversion.choose import convert
 from attngap.conversion.evaluate import parts_of
 from attngap.heads.passages import passages, stress
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.swap import mixed_heads
+from attngap.models.mixed import mixed_heads
 from tests.conversion.small import TEXT
 from tests.zoo import mechanisms, tiny, tokenizer
 

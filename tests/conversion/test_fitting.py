@@ -7,7 +7,7 @@ from attngap.conversion.fitting import fit_all
 from attngap.errors import AttngapError
 from attngap.heads.replacement import build_replacement
 from attngap.mechanisms.fit import FitOptions
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 from attngap.storage.checkpoint import open_checkpoint
 from tests.conversion.small import plan
 from tests.zoo import tiny

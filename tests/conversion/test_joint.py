@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from attngap.conversion.choose import convert
 from attngap.conversion.joint import ROWS, Reference, divergence
 from attngap.heads.replacement import build_replacement
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 from tests.conversion.small import plan
 from tests.zoo import tiny
 

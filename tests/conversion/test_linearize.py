@@ -13,9 +13,9 @@ from attngap.conversion.linearize import effective, linearize
 from attngap.conversion.options import ConversionOptions
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, RANDOM, WINDOW, Receipt
 from attngap.errors import AttngapError
+from attngap.models.mixed import mixed_heads
 from attngap.models.plan import Plan, Replacement
 from attngap.models.save import conversion_of, load_converted, read_record
-from attngap.models.swap import mixed_heads
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from tests import zoo
 from tests.conversion.small import TEXT, plan, world

@@ -14,8 +14,9 @@ from attngap.conversion import slices as slices_module
 from attngap.conversion.evaluate import Measures
 from attngap.explorer.sentence import Sentences
 from attngap.heads.forward import forward
+from attngap.models.mixed import mixed_heads
 from attngap.models.stream import Conversation
-from attngap.models.swap import empty_cache, mixed_heads
+from attngap.models.swap import empty_cache
 from tests.conversion.small import TEXT
 from tests.pretended import ELSEWHERE, Elsewhere, MixedDevices, SecondDevice, here, move
 from tests.zoo import tiny, tokenizer

@@ -8,7 +8,7 @@ import attngap
 from attngap.errors import AttngapError
 from attngap.heads.passages import check_tokenizer, longest
 from attngap.models.mode import evaluating
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 from tests import zoo
 from tests.conversion.small import TEXT
 from tests.zoo import SHARED, tiny, tokenizer

@@ -10,7 +10,8 @@ from attngap.models.cache import MixedLayer, cache_bytes
 from attngap.models.plan import Replacement
 from attngap.models.positions import layer_positions
 from attngap.models.prefill import exact_prefill
-from attngap.models.swap import empty_cache, layer_shapes, swap
+from attngap.models.shapes import layer_shapes
+from attngap.models.swap import empty_cache, swap
 from tests import zoo
 
 

@@ -4,7 +4,9 @@ import torch
 from attngap import mechanism
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
-from attngap.models.swap import layer_shapes, mixed_heads, real_tokens, swap
+from attngap.models.mixed import mixed_heads, real_tokens
+from attngap.models.shapes import layer_shapes
+from attngap.models.swap import swap
 from tests.zoo import DECODERS, VOCABULARY, mechanisms, tiny
 
 TOKENS = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))

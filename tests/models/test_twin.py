@@ -9,7 +9,8 @@ import torch
 
 from attngap.errors import AttngapError
 from attngap.models.capture import check_watchable
-from attngap.models.swap import mixed_heads, swap
+from attngap.models.mixed import mixed_heads
+from attngap.models.swap import swap
 from attngap.models.twin import undone
 from tests.zoo import VOCABULARY, mechanisms, tiny
 

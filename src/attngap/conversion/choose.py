@@ -16,8 +16,9 @@ from attngap.heads.choice import HeadIndex, Keep, best_heads
 from attngap.heads.damage import frozen, projections
 from attngap.mechanisms.base import Mechanism
 from attngap.models.capture import Call
+from attngap.models.mixed import MixedHeads, mixed_heads
 from attngap.models.placement import device_of
-from attngap.models.swap import MixedHeads, mixed_heads, swap
+from attngap.models.swap import swap
 
 ByLayer = dict[int, Float[Tensor, " h"]]
 SHRINK = 1.7  # by how much each round makes a keep set smaller

@@ -30,8 +30,9 @@ from attngap.heads.passages import passages
 from attngap.heads.replacement import window_only
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.models.mixed import MixedHeads, mixed_heads
 from attngap.models.save import conversion_of, weights_hash
-from attngap.models.swap import MixedHeads, mixed_heads, swap
+from attngap.models.swap import swap
 from attngap.provenance import provenance
 
 SHORTEST = 1024  # tokens at which parts are measured: text, facts and questions take half of that

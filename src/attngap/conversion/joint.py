@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from attngap.heads import forward
 from attngap.heads.damage import frozen, label_directions, random_directions
-from attngap.models.swap import CHILD
+from attngap.models.twin import CHILD
 from attngap.storage.checkpoint import Checkpoint
 
 CHECK = 4  # steps between pieces that a killed run resumes from

@@ -30,7 +30,7 @@ from attngap.models.save import (
     set_conversion,
     weights_hash,
 )
-from attngap.models.swap import LayerShape, check_replaceable, layer_shapes
+from attngap.models.shapes import LayerShape, check_replaceable, layer_shapes
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
 from attngap.storage.files import write_text
 from attngap.storage.folder import check_output, publish

@@ -12,8 +12,8 @@ from attngap.errors import AttngapError
 from attngap.explorer.weights import picture
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, allowed, capture
+from attngap.models.mixed import mixed_heads
 from attngap.models.placement import device_of
-from attngap.models.swap import mixed_heads
 
 MOST_TOKENS = 512  # beyond the window that a conversion has if none is given: within it nothing can have changed
 REMEMBERED = 2  # sentences whose weights are kept, so that a click on a head needs no second pass

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from attngap.charts.frame import BLUE, ORANGE
 from attngap.charts.inline import head_squares
 from attngap.errors import AttngapError
-from attngap.models.swap import layer_shapes
+from attngap.models.shapes import layer_shapes
 from attngap.options import GRANULARITY, SINKS, WINDOW, Granularity
 from attngap.storage.files import write_text
 from attngap.storage.records import read_record

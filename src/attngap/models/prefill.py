@@ -16,7 +16,8 @@ from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.cache import MixedLayer
 from attngap.models.capture import Call, capture
-from attngap.models.swap import MixedHeads, empty_cache, mixed_heads
+from attngap.models.mixed import MixedHeads, mixed_heads
+from attngap.models.swap import empty_cache
 
 
 @torch.no_grad()

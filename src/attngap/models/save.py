@@ -18,8 +18,9 @@ from attngap.mechanisms.catalogue import mechanism
 from attngap.models.auto import CODE, CODE_FILE, config_json
 from attngap.models.load import ALIASES, load_model, load_tokenizer, on_device
 from attngap.models.lora import add_lora
+from attngap.models.mixed import mixed_heads
 from attngap.models.plan import Plan, architecture
-from attngap.models.swap import mixed_heads, swap
+from attngap.models.swap import swap
 from attngap.models.twin import CHILD, undone
 from attngap.provenance import provenance
 

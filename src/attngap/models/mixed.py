@@ -1,0 +1,180 @@
+"""The heads of one converted attention module: some keep softmax, a mechanism computes the others."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attngap.errors import AttngapError
+from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.decoding import decoder, possible
+from attngap.mechanisms.rotary import Angles
+from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.models.cache import MixedLayer, forget_pending, pending, waiting
+from attngap.models.masks import readable
+from attngap.ops.hybrid import KeptHeads
+
+
+class MixedHeads(nn.Module):
+    """One attention module's heads: `keep` stay softmax, `mechanism` computes the others (and is asked for all)."""
+
+    keep: Tensor  # heads
+    groups: Tensor  # key heads that some kept head reads
+    place: Tensor  # where among these each head's keys are, -1 for heads that are not kept
+
+    def __init__(self, layer: int, mechanism: Mechanism, keep: Iterable[int], cache: int | None = None):
+        super().__init__()
+        self.layer, self.cache = layer, cache
+        heads = sorted(set(keep))
+        group = mechanism.heads // mechanism.kv_heads
+        groups = sorted({head // group for head in heads})
+        self.readers = [[head for head in heads if head // group == place] for place in groups]
+        self.mechanism = mechanism
+        self.register_buffer("keep", torch.tensor(heads, dtype=torch.long), persistent=False)
+        self.register_buffer("groups", torch.tensor(groups, dtype=torch.long), persistent=False)
+        place = [groups.index(head // group) if head in heads else -1 for head in range(mechanism.heads)]
+        self.register_buffer("place", torch.tensor(place, dtype=torch.long), persistent=False)
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h t d"],
+        k: Float[Tensor, "b h_kv t d"],
+        v: Float[Tensor, "b h_kv t dv"],
+        mask: Tensor | None,
+        scale: float | None,
+        rotary: Angles | None = None,
+    ) -> Float[Tensor, "b h t dv"]:
+        cache = pending(self.layer)
+        causal = self.mechanism.causal
+        if cache is None and k.shape[2] != q.shape[2]:
+            raise AttngapError(
+                f"Replaced heads got {k.shape[2]} keys for {q.shape[2]} queries from a cache that is not theirs. "
+                "Pass past_key_values=DynamicCache(config=model.config) and let the converted model fill it"
+            )
+        real = real_tokens(mask, q.shape[2], causal=causal)
+        real = None if real is None else real.expand(len(q), -1)
+        if cache is not None and self._decodes(cache, q, scale):
+            return self._decode(cache, q, k, v, mask, real, rotary)
+        streams = (q.to(self.dtype), k.to(self.dtype), v.to(self.dtype))
+        if cache is None:
+            out = self.mechanism(None, *streams, mask=real, rotary=rotary)[0]
+        else:
+            out = cache.compute(self.mechanism, *streams, real, rotary)
+        out = out.to(v.dtype)
+        if len(self.keep):
+            keys, values = (k[:, self.groups], v[:, self.groups]) if cache is None else cache.append(k, v)
+            exact = [
+                F.scaled_dot_product_attention(
+                    q[:, heads],
+                    # Seen by all heads that read it, not copied: a copy costs more than attention over a long cache.
+                    keys[:, place : place + 1].expand(-1, len(heads), -1, -1),
+                    values[:, place : place + 1].expand(-1, len(heads), -1, -1),
+                    attn_mask=mask,
+                    is_causal=causal and mask is None and q.shape[2] > 1,
+                    scale=scale,
+                )
+                for place, heads in enumerate(self.readers)
+            ]
+            out = out.index_copy(1, self.keep, torch.cat(exact, 1).to(out.dtype))
+        return out
+
+    def token(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, rotary: Angles | None
+    ) -> Float[Tensor, "b 1 h dv"] | None:
+        """One new token of all heads by one compiled call; None where that is not to be had."""
+        mechanism, cache = self._modules["mechanism"], waiting(self.layer)
+        if cache is None or cache.past is not None or not isinstance(mechanism, Hybrid) or not possible():
+            return None
+        state = cache.state
+        if (
+            state is None
+            or q.dtype != state["S"].dtype
+            or (q.shape[3] ** -0.5 if scale is None else scale) != mechanism.scale
+        ):
+            return None
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
+            return None
+        found = cache.decoder
+        if found is None or not found.fits(mechanism, state, cache.count):
+            found = cache.decoder = decoder(mechanism, state, self.place, cache.count, rotary)
+        if found is None:
+            return None
+        out = found.token(q, k, v, rotary, mask, cache.grow() if self.readers else None)
+        forget_pending()
+        cache.unread = False
+        return out
+
+    def _decodes(self, cache: MixedLayer, q: Tensor, scale: float | None) -> bool:
+        """Whether one call serves all heads: one new token, of hybrid heads and kept ones, that is not taken back."""
+        mechanism = self.mechanism
+        if not isinstance(mechanism, Hybrid) or q.shape[2] > 1 or not len(self.keep) or torch.is_grad_enabled():
+            return False
+        if cache.state is None or cache.past is not None or q.dtype != self.dtype:
+            return False
+        return (q.shape[3] ** -0.5 if scale is None else scale) == mechanism.scale
+
+    def _decode(
+        self,
+        cache: MixedLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        real: Tensor | None,
+        rotary: Angles | None,
+    ) -> Tensor:
+        assert isinstance(self.mechanism, Hybrid)
+        assert cache.state is not None
+        streams = self.mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
+        may = None if mask is None else readable(mask)[:, 0, 0]
+        out = self.mechanism.decode(streams, cache.state, KeptHeads(self.place, *cache.append(k, v), may))
+        cache.passed(real, 1)
+        return out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the mechanism computes in: its parameters' own, at least single precision."""
+        return next((x.dtype for x in self.mechanism.parameters() if x.is_floating_point()), torch.float32)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "MixedHeads":
+        """A model cast to half precision keeps its replacements as they were fitted: sums over a long past need it."""
+
+        def keep_dtype(x: Tensor) -> Tensor:
+            moved = fn(x)
+            if not x.is_floating_point() or x.is_meta or moved.dtype in (torch.float32, torch.float64):
+                return moved
+            return x.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+def real_tokens(mask: Tensor | None, length: int, *, causal: bool) -> Bool[Tensor, "b t"] | None:
+    """Which of the last `length` tokens are no padding, read off a mask `(b, 1, length, keys)`; None when all are.
+
+    A replaced head knows padding and causality only, so a mask that says anything else is refused.
+    """
+    if mask is None:
+        return None
+    allowed = readable(mask)
+    if mask.shape[1] != 1:
+        raise AttngapError("Replaced heads take one mask for all heads, and this one differs from head to head")
+    new = allowed[:, 0, :, allowed.shape[3] - length :]  # (b, t, t)
+    real = new.diagonal(dim1=1, dim2=2) if causal else new[:, 0]
+    expected = real[:, None, :].expand(-1, length, -1)
+    expected = expected.tril() if causal else expected
+    if not torch.equal(new & real[:, :, None], expected & real[:, :, None]):
+        raise AttngapError(
+            "Replaced heads handle causal and padding masks only, and this mask is another (packed sequences, or "
+            "one of your own). Pass a 2D attention_mask, one sequence a row"
+        )
+    return None if bool(real.all()) else real
+
+
+def mixed_heads(model: nn.Module) -> dict[int, MixedHeads]:
+    """The converted attention modules by layer."""
+    found = (part for part in model.modules() if isinstance(part, MixedHeads))
+    return {part.layer: part for part in sorted(found, key=lambda part: part.layer)}
