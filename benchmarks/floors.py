@@ -9,6 +9,7 @@ is the weighted far part itself, which certifies nothing.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -18,10 +19,9 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from attngap.diagnosis.bounds import CELLS
-from attngap.diagnosis.weighted import ReadWeights
 from attngap.heads.damage import label_directions, projections
 from attngap.heads.forward import forward
-from attngap.heads.inputs import layer_inputs
+from attngap.heads.inputs import LayerInputs, layer_inputs
 from attngap.heads.passages import passages, stress
 from attngap.models.capture import Call
 from attngap.models.load import load
@@ -31,29 +31,32 @@ RANKS = (8, 16, 64)
 DRAWS = 2
 
 
-def read(model, tokens: Tensor) -> ReadWeights:
-    """What every layer reads, and the gradients at its heads' outputs."""
-    found = ReadWeights()
+def read(model, tokens: Tensor) -> dict[int, tuple[LayerInputs, Tensor]]:
+    """What every layer reads, and the sizes of the gradients at the rows of its heads' outputs."""
+    inputs: dict[int, LayerInputs] = {}
+    found: dict[int, tuple[LayerInputs, Tensor]] = {}
 
     def watch(call: Call) -> Tensor:
-        (inputs,) = layer_inputs(call)
-        found.add_inputs(call.layer, inputs)
+        (one,) = layer_inputs(call)
+        q, k, v = (x.detach() for x in (one.q, one.k, one.v))
+        inputs[call.layer] = dataclasses.replace(one, q=q, k=k, v=v)
         return torch.zeros_like(call.output[0])
+
+    def observe(layer: int, gradients: Tensor) -> None:
+        found[layer] = inputs[layer], gradients.square().sum(-1).mean(0).sqrt()
 
     directions = functools.partial(label_directions, draws=DRAWS)
     generator = torch.Generator().manual_seed(0)
-    projections(model, lambda: forward(model, tokens).logits, watch, directions, generator, found.add_gradient)
+    projections(model, lambda: forward(model, tokens).logits, watch, directions, generator, observe)
     return found
 
 
 def scores(model, tokens: Tensor, window: int, sinks: int) -> dict[str, dict[str, float]]:
     """By head, by name of the floor."""
     found: dict[str, dict[str, float]] = {}
-    seen = read(model, tokens)
-    for layer, inputs in seen.inputs.items():
+    for layer, (inputs, rows) in read(model, tokens).items():
         values = inputs.v.repeat_interleave(inputs.group, 0)
         columns = (values - values.mean(1, keepdim=True)).norm(dim=-1)
-        rows = (seen.squares[layer] / DRAWS).sqrt()
         for head, weights in enumerate(inputs.weights()):
             plain = floor(weights, RANKS, window, sinks, cells=CELLS)
             read_floor = weighted_floor(weights, rows[head], columns[head], RANKS, window, sinks, cells=CELLS)

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attngap.heads.chain import stack_of
 from attngap.heads.forward import forward
 from attngap.models.capture import capture
 
@@ -19,7 +20,9 @@ class Replay:
         modules: list[nn.Module] = []
         with capture(model, lambda call: None if call.cross else modules.append(call.module)):
             forward(model, tokens[:, :2])
-        self.stack = stack_of(model, modules)
+        # A layer whose forward is another's, such as accelerate's for weights on disk, is not cut short.
+        found = stack_of(model, modules)
+        self.stack = [] if any("forward" in vars(block) for block in found) else found
         self.outputs: list[Any] = [None] * len(self.stack)
 
     def record(self, run: Callable[[], Any]) -> Any:
@@ -49,16 +52,3 @@ class Replay:
         finally:
             for block, _ in skipped:
                 del block.forward  # uncovers the class's own
-
-
-def stack_of(model: PreTrainedModel, modules: list[nn.Module]) -> list[nn.Module]:
-    """The layers that hold these attention modules, one each and in order; empty where there is no such stack.
-
-    ALBERT calls one module many times and T5 has two stacks: their runs are not cut short.
-    """
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == len(modules) == len(set(part)):
-            holds = all(module in set(block.modules()) for module, block in zip(modules, part, strict=True))
-            if holds and not any("forward" in vars(block) for block in part):
-                return list(part)
-    return []

@@ -208,18 +208,19 @@ def _damage(run: DiagnosisRun, name: str, tokens: Tensor, seed: int) -> dict[str
         read = lambda: embedding(forward(run.model, tokens))  # noqa: E731
         directions = functools.partial(random_directions, draws=draws * EMBEDDING_DRAWS)
     generator = torch.Generator().manual_seed(seed)
-    weighted = ReadWeights() if name in ("0", STRESS) and run.options.ranks else None
+    wanted = name in ("0", STRESS) and bool(run.options.ranks)
+    weighted = ReadWeights(run.options.ranks, run.replacement) if wanted else None
     found = projections(
         run.model,
         read,
         lambda call: _changes(run, name, call, weighted),
         directions,
         generator,
-        observe=None if weighted is None else weighted.add_gradient,
+        observe=None if weighted is None else weighted.add_gradients,
     )
     pieces = {str(layer): one for layer, one in found.items()}
     if weighted is not None:
-        pieces |= {f"weighted-{i}": weighted.floors(i, run.options.ranks, run.replacement) for i in weighted.squares}
+        pieces |= {f"weighted-{layer}": found for layer, found in sorted(weighted.floors.items())}
     return pieces
 
 
@@ -233,7 +234,7 @@ def _changes(run: DiagnosisRun, name: str, call: Call, weighted: ReadWeights | N
     change = torch.zeros_like(exact) if candidate is None else output(candidate, one) - exact
     piece: dict[str, Any] = run.checkpoint.get(f"deep-{name}-{call.layer}") or {}
     ceilings = piece.get("change")
-    # Kept for all layers until the backward passes: bfloat16 halves that, and damage needs two digits.
+    # bfloat16 halves the ceilings' pieces, and damage needs two digits.
     change = change[None].to(torch.bfloat16)
     return change if ceilings is None else torch.cat([change, ceilings.transpose(0, 1).to(change.device)])
 

@@ -11,37 +11,33 @@ from attngap.heads.inputs import LayerInputs
 from attngap.models.plan import Replacement
 
 
-@dataclasses.dataclass
 class ReadWeights:
-    """One passage: what each layer's heads read, and the squared gradients at the rows of their outputs."""
+    """One passage: what each layer's heads read, until the gradients at the rows of their outputs are there."""
 
-    inputs: dict[int, LayerInputs] = dataclasses.field(default_factory=dict)
-    squares: dict[int, Float[Tensor, "h t"]] = dataclasses.field(default_factory=dict)
-    draws: dict[int, int] = dataclasses.field(default_factory=dict)
+    def __init__(self, ranks: tuple[int, ...], near: Replacement):
+        self.ranks, self.near = ranks, near
+        self._inputs: dict[int, LayerInputs] = {}
+        self.floors: dict[int, Float[Tensor, "h ranks"]] = {}  # by layer; zeros where a head is linear already
 
     def add_inputs(self, layer: int, inputs: LayerInputs) -> None:
         q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))  # else the graph stays in memory
-        self.inputs[layer] = dataclasses.replace(inputs, q=q, k=k, v=v)
+        self._inputs[layer] = dataclasses.replace(inputs, q=q, k=k, v=v)
 
-    def add_gradient(self, layer: int, gradient: Float[Tensor, "h t dv"]) -> None:
-        self.squares[layer] = self.squares.get(layer, 0) + gradient.float().square().sum(-1)
-        self.draws[layer] = self.draws.get(layer, 0) + 1
-
-    def floors(self, layer: int, ranks: tuple[int, ...], near: Replacement) -> Float[Tensor, "h ranks"]:
-        """Of every head; zeros stand where a head is linear already."""
-        inputs = self.inputs[layer]
-        found = torch.zeros(inputs.heads, len(ranks), dtype=torch.float64)
+    def add_gradients(self, layer: int, gradients: Float[Tensor, "draws h t dv"]) -> None:
+        """Of all draws; the layer's floors follow at once, so that no layer waits for another with its inputs."""
+        inputs = self._inputs.pop(layer)
+        sizes = gradients.float().square().sum(-1).mean(0).sqrt()  # (h, t)
+        found = torch.zeros(inputs.heads, len(self.ranks), dtype=torch.float64)
         softmax = [head for head in range(inputs.heads) if head not in inputs.linear]
         if softmax:
-            gradients = (self.squares[layer] / self.draws[layer]).sqrt()
             values = inputs.v.repeat_interleave(inputs.group, 0).float()
             found[softmax] = weighted_floors(
                 inputs.weights()[softmax],
-                gradients[softmax],
+                sizes[softmax],
                 values[softmax],
-                ranks,
-                window=near.window,
-                sinks=near.sinks,
+                self.ranks,
+                window=self.near.window,
+                sinks=self.near.sinks,
                 causal=inputs.causal,
             )
-        return found
+        self.floors[layer] = found

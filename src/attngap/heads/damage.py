@@ -6,6 +6,7 @@ output by Delta o is E[(g . Delta o)^2] / 2, and one backward pass gives g at ev
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 
@@ -14,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attngap.heads.chain import run_chain
 from attngap.models.capture import Call, capture, single
 
 ROWS = 128  # whose probabilities are summed at once: sums of all of them would be a second copy of the logits
@@ -34,34 +36,75 @@ def projections(
     change: Change,
     directions: Directions,
     generator: torch.Generator,
-    observe: Callable[[int, Float[Tensor, "h t dv"]], None] | None = None,
+    observe: Callable[[int, Float[Tensor, "draws h t dv"]], None] | None = None,
 ) -> dict[int, Float[Tensor, "draws ... h t"]]:
     """g_h . Delta o_h of every layer, head and token, one draw for each of the `directions` of the output.
 
     `read` runs the model once and returns the output that is differentiated. A layer whose change is None is left out.
-    `observe(layer, g)` is shown the gradients of every draw.
+    `observe(layer, g)` is shown the gradients of all draws. Where the model's layers are a chain, one layer at a time
+    is differentiated and nothing but the states between them is kept; the numbers are the same.
     """
-    changes: dict[int, Tensor] = {}
-    leaves: dict[int, Tensor] = {}
+    with frozen(model), torch.enable_grad():
+        chain = run_chain(model, lambda: single(read()))  # labels are drawn by sums over the vocabulary
+        if chain is None:
+            return _all_at_once(model, read, change, directions, generator, observe)
+        last, places = chain.states[-1], range(len(chain.layers))
+        pulled = [
+            torch.autograd.grad(chain.output, last, direction, retain_graph=True)[0]
+            for direction in directions(chain.output.detach(), generator)
+        ]
+        chain = chain.without_output()
+        found: dict[int, Tensor] = {}
+        for place in reversed(places):
+            watched = _Watched(change, place)
+            with capture(model, watched):
+                before, after = chain.again(place)
+            wanted = [before, *watched.leaves.values()]
+            grads = [torch.autograd.grad(after, wanted, each, retain_graph=True) for each in pulled]
+            pulled = [state for state, *_ in grads]
+            if watched.leaves:
+                gradients = torch.stack([leaf[0] for _, leaf in grads])
+                found[place] = torch.stack([(g * watched.changes[place]).sum(-1) for g in gradients])
+                if observe is not None:
+                    observe(place, gradients)
+    return {layer: found[layer] for layer in sorted(found)}
 
-    def watch(call: Call) -> Tensor | None:
-        found = None if call.cross else change(call)
+
+class _Watched:
+    """Notes what replacements would change and adds zeros that a gradient is wanted for."""
+
+    def __init__(self, change: Change, layer: int | None = None):
+        self.change, self.layer = change, layer
+        self.changes: dict[int, Tensor] = {}
+        self.leaves: dict[int, Tensor] = {}
+
+    def __call__(self, call: Call) -> Tensor | None:
+        if self.layer is not None:
+            call = dataclasses.replace(call, layer=self.layer)
+        found = None if call.cross else self.change(call)
         if found is None:
             return None
-        changes[call.layer] = found.detach()
-        leaves[call.layer] = torch.zeros_like(call.output, requires_grad=True)
-        return call.output + leaves[call.layer]
+        self.changes[call.layer] = found.detach()
+        self.leaves[call.layer] = torch.zeros_like(call.output, requires_grad=True)
+        return call.output + self.leaves[call.layer]
 
-    draws: list[list[Tensor]] = []
-    with frozen(model), torch.enable_grad(), capture(model, watch):
-        output = single(read())  # labels are drawn by sums over the vocabulary
-        for direction in directions(output.detach(), generator):
-            grads = torch.autograd.grad(output, list(leaves.values()), direction, retain_graph=True)
-            if observe is not None:
-                for layer, gradient in zip(leaves, grads, strict=True):
-                    observe(layer, gradient[0])
-            draws.append([(g[0] * c).sum(-1) for g, c in zip(grads, changes.values(), strict=True)])
-    return {layer: torch.stack(found) for layer, found in zip(leaves, zip(*draws, strict=True), strict=True)}
+
+def _all_at_once(model, read, change, directions, generator, observe) -> dict[int, Float[Tensor, "draws ... h t"]]:
+    """Of a model whose layers are no chain: one graph through all of them."""
+    watched = _Watched(change)
+    with capture(model, watched):
+        output = single(read())
+        draws = [
+            torch.autograd.grad(output, list(watched.leaves.values()), direction, retain_graph=True)
+            for direction in directions(output.detach(), generator)
+        ]
+    found = {}
+    for layer, grads in zip(watched.leaves, zip(*draws, strict=True), strict=True):
+        gradients = torch.stack([each[0] for each in grads])
+        found[layer] = torch.stack([(g * watched.changes[layer]).sum(-1) for g in gradients])
+        if observe is not None:
+            observe(layer, gradients)
+    return found
 
 
 def score(projected: Float[Tensor, "draws *what h t"], *, is_language_model: bool) -> Float[Tensor, "*what h"]:
