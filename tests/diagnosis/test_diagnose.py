@@ -16,6 +16,7 @@ from attngap.errors import AttngapError
 from attngap.heads.inputs import layer_inputs
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.capture import capture
+from attngap.models.shapes import layer_shapes
 from attngap.models.swap import swap
 from attngap.storage.checkpoint import PIECES
 from tests import zoo
@@ -169,9 +170,18 @@ def test_other_families(family):
 def test_sliding_windows_stay_and_say_why():
     result = run("sliding")
     assert {head.verdict for head in result.heads} == {"keep"}
-    assert all("sliding window already" in head.reason and head.damage is None for head in result.heads)
+    assert all("sliding window of" in head.reason and head.damage is None for head in result.heads)
     assert len(result.plan(0.0).keep) == 8
     assert all(head.floors for head in result.heads)
+
+
+def test_a_layer_that_no_conversion_takes_is_not_called_replaceable():
+    """One module serves all of ALBERT's layers: what its heads would cost is known, and nothing can be put there."""
+    result = run("albert")
+    assert not any(head.replaceable for head in result.heads)
+    (why,) = {shape.obstacle for shape in layer_shapes(zoo.tiny("albert"))}
+    assert why is not None
+    assert all(why in head.reason and head.verdict == "keep" and head.damage is not None for head in result.heads)
 
 
 def test_position_bias_stays_and_cross_attention_is_apart():
@@ -218,7 +228,7 @@ def test_a_plan_by_groups_keeps_whole_key_heads(found):
 
 
 def test_the_headline_rank_is_next_to_the_head_dimension(found):
-    shape = stages.Shape(1, 4, 2, 64, 0, True, True, 0)
+    shape = stages.Shape(1, 4, 2, 64, 0, True, True, 0, (None,))
     assert headline_rank((8, 16, 64, 128), shape) == 64
     assert headline_rank((8, 100), shape) == 100
 

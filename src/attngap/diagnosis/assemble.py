@@ -11,10 +11,10 @@ from attngap.diagnosis.result import Head, Read
 from attngap.diagnosis.stages import STRESS, DiagnosisRun
 from attngap.diagnosis.survey import summary
 from attngap.heads.damage import score
-from attngap.heads.obstacles import LINEAR, OBSTACLES
 
 MEASURED = ("entropy", "top", "sink", "near", "far", "kappa", "kappa_p10", "kappa_p90", "selecting", "on_sink")
 MEASURED += ("n_star", "spread", "logit_ratio")
+LINEAR = "is linear already: an earlier conversion replaced it"
 
 
 def heads(run: DiagnosisRun, tokenizer: PreTrainedTokenizerBase, rank: int | None, *, deep: bool) -> list[Head]:
@@ -68,14 +68,14 @@ def coarsening(run: DiagnosisRun) -> tuple[int, int]:
 
 def _statistics(run: DiagnosisRun, layer: int) -> list[dict[str, Any]]:
     pieces = [_piece(run, f"rows-{i}-{layer}") for i in range(len(run.text))]
-    text, barred = summary(pieces), int(pieces[0]["obstacle"])
+    text, barred = summary(pieces), run.shape.obstacles[layer]
     stress = _piece(run, f"rows-{STRESS}-{layer}")
     rows = []
     for head in range(run.shape.heads):
         row = {name: _number(text[name][head]) for name in MEASURED}
         row |= {name: _number(stress[name][head]) for name in ("previous", "duplicate", "induction")}
         row["stress_far"] = max(0.0, 1 - float(stress["sink"][head] + stress["near"][head]))
-        why = LINEAR if pieces[0]["linear"][head] else "" if barred < 0 else OBSTACLES[barred]
+        why = LINEAR if pieces[0]["linear"][head] else f"stays: {barred}" if barred else ""
         row |= {"replaceable": not why, "reason": why}
         rows.append(row)
     return rows
@@ -134,8 +134,7 @@ def _damages(run: DiagnosisRun, layer: int, rank: int | None) -> list[dict[str, 
 
     A head without a replacement has no damage, but what the best weights of a rank would cost it is known all the same.
     """
-    rows = _piece(run, f"rows-0-{layer}")
-    linear = rows["linear"]
+    linear, fits = _piece(run, f"rows-0-{layer}")["linear"], "fit" in _piece(run, f"deep-0-{layer}")
     labels = run.shape.is_language_model
     pieces = {name: _piece(run, f"damage-{name}")[str(layer)] for name, _ in run.damaged()}
     found = {name: score(piece, is_language_model=labels) for name, piece in pieces.items()}
@@ -150,7 +149,7 @@ def _damages(run: DiagnosisRun, layer: int, rank: int | None) -> list[dict[str, 
             row["unavoidables"] = first[1:, head].tolist()
             row["unavoidable"] = row["unavoidables"][place]
             row["recall_unavoidable"] = row["recall_unavoidables"][place]
-        if not linear[head] and int(rows["obstacle"]) < 0:
+        if not linear[head] and fits:
             damage = float(fitted[head])
             row |= {"damage": damage, "recall_damage": float(stress[0, head])}
             if place is not None:

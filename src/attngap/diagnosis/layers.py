@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attngap.diagnosis.bounds import bounds
 from attngap.heads.inputs import LayerInputs
-from attngap.heads.obstacles import obstacle
 from attngap.heads.replacement import angles, build_replacement, output, relative_error, streams, window_only
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism
@@ -26,7 +25,7 @@ FIT = dataclasses.replace(QUICK, steps=20, check=20)  # a quarter of the steps g
 def examine(
     inputs: LayerInputs, exact: Float[Tensor, "h t dv"], ranks: Sequence[int], near: Replacement
 ) -> dict[str, Tensor]:
-    """One layer on one sequence: certificates, a picture of the weights, and the error of untrained mechanisms.
+    """One layer on one sequence: certificates and a picture of the weights.
 
     Heads that are linear already have a picture only; zeros stand where their certificates would be.
     """
@@ -35,10 +34,15 @@ def examine(
     softmax = [head for head in range(inputs.heads) if head not in inputs.linear]
     if softmax and ranks:
         out |= _certificates(weights, inputs, softmax, ranks, near)
-    if obstacle(inputs) is None:
-        for name, candidate in untrained(inputs, near).items():
-            out[f"error.{name}"] = relative_error(output(candidate, inputs), exact)
     return out
+
+
+def untrained_errors(
+    inputs: LayerInputs, exact: Float[Tensor, "h t dv"], near: Replacement
+) -> dict[str, Float[Tensor, " h"]]:
+    """Of mechanisms without training, to show what fitting is worth."""
+    found = untrained(inputs, near)
+    return {f"error.{name}": relative_error(output(each, inputs), exact) for name, each in found.items()}
 
 
 def _certificates(
@@ -63,7 +67,7 @@ def _certificates(
 
 
 def untrained(inputs: LayerInputs, options: Replacement) -> dict[str, Mechanism]:
-    """Mechanisms without training, to show what fitting is worth; and for causal heads sinks and window alone."""
+    """Every mechanism that is tried without training; for causal heads sinks and window alone as well."""
     shape = {"heads": inputs.heads, "dim": inputs.dim, "value_dim": inputs.value_dim, "kv_heads": inputs.kv_heads}
     found = {name: mechanism(name, **shape, causal=inputs.causal).to(inputs.q.device) for name in UNTRAINED}
     if inputs.causal:
@@ -88,13 +92,11 @@ def reads(weights: Float[Tensor, "h t s"], window: int, sinks: int) -> dict[str,
     return {"read_weight": weight, "read_query": query, "read_key": key.gather(-1, query)}
 
 
-def fit(batch: list[LayerInputs], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism | None:
-    """A replacement fitted to the layer's own outputs, or None where there is none for such a layer.
+def fit(batch: list[LayerInputs], exact: Float[Tensor, "b h t dv"], options: Replacement) -> Mechanism:
+    """A replacement fitted to the layer's own outputs.
 
     The batch begins with repeated random tokens. Of several others the last is held out; a single one is trained on.
     """
-    if obstacle(batch[0]) is not None:
-        return None
     candidate, _ = build_replacement(batch[0], options, positions=batch[0].positions)
     q, k, v = streams(batch)
     with torch.enable_grad():

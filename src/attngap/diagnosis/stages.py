@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attngap.diagnosis.layers import examine, fit, monotonicity
+from attngap.diagnosis.layers import examine, fit, monotonicity, untrained_errors
 from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.diagnosis.survey import survey
@@ -19,12 +19,12 @@ from attngap.errors import AttngapError
 from attngap.heads.damage import label_directions, projections, random_directions
 from attngap.heads.forward import body_of, embedding, forward, is_language_model
 from attngap.heads.inputs import LayerInputs, layer_inputs
-from attngap.heads.obstacles import obstacle
 from attngap.heads.replacement import build_replacement, output, relative_error
 from attngap.models.capture import Call, capture
 from attngap.models.mode import tokens_suffice
 from attngap.models.plan import Replacement
 from attngap.models.positions import layer_positions
+from attngap.models.shapes import layer_shapes
 from attngap.progress import progress
 from attngap.storage.checkpoint import Checkpoint
 
@@ -45,6 +45,7 @@ class Shape:
     causal: bool
     is_language_model: bool  # predicts tokens, so damage is a KL divergence; else it is a change of embedding
     linear: int  # heads that an earlier conversion replaced
+    obstacles: tuple[str | None, ...]  # why the heads of each layer cannot be replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,7 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
             "only models whose layers are alike are supported"
         )
     heads, kv_heads, dim = sizes.pop()
+    obstacles = [shape.obstacle for shape in layer_shapes(model)]
     layer_positions(model)  # noted for the fits: their features shall be those of a conversion
     return Shape(
         layers=len(own),
@@ -103,6 +105,10 @@ def shape_of(model: PreTrainedModel, tokens: Int[Tensor, "1 t"]) -> Shape:
         causal=all(call.causal for call in own),
         is_language_model=is_language_model(model),
         linear=sum(len(call.linear) for call in own),
+        # Of a layer that was converted before, the kept heads still show what they would cost.
+        obstacles=tuple(
+            None if 0 < len(call.linear) < call.heads else why for call, why in zip(own, obstacles, strict=True)
+        ),
     )
 
 
@@ -149,8 +155,9 @@ def _text_layer(run: DiagnosisRun, call: Call, advance: Callable[..., None]) -> 
         return
     if not run.checkpoint.has(f"fit-{call.layer}"):
         advance(0, note=f"layer {call.layer}: fitting")
-        candidate = fit(list(layer_inputs(call)), call.output, run.replacement)
-        run.checkpoint.put(f"fit-{call.layer}", {} if candidate is None else candidate.state_dict())
+        batch = list(layer_inputs(call))
+        weights = fit(batch, call.output, run.replacement).state_dict() if batch[0].replaceable else {}
+        run.checkpoint.put(f"fit-{call.layer}", weights)
     advance(0, note=f"layer {call.layer}: {'floors' if run.options.ranks else 'errors'}")
     _examine(run, "0", call, first=1)
     advance(note=f"layer {call.layer}")
@@ -168,9 +175,10 @@ def _examine(run: DiagnosisRun, name: str, call: Call, first: int) -> None:
     if _deep(run, name, call.layer):
         return
     batch, exact = list(layer_inputs(call))[first:], call.output[first:]
-    found = examine(with_mixing(batch[0], call, first), exact[0], run.options.ranks, run.replacement)
-    candidate = load_fit(run, call.layer, batch[0])
+    one, candidate = with_mixing(batch[0], call, first), load_fit(run, call.layer, batch[0])
+    found = examine(one, exact[0], run.options.ranks, run.replacement)
     if candidate is not None:
+        found |= untrained_errors(one, exact[0], run.replacement)
         errors = [relative_error(output(candidate, one), out) for one, out in zip(batch, exact, strict=True)]
         found["fit"] = torch.stack(errors).mean(0)
         found["monotonicity"] = monotonicity(candidate, batch[0])
@@ -178,8 +186,8 @@ def _examine(run: DiagnosisRun, name: str, call: Call, first: int) -> None:
 
 
 def load_fit(run: DiagnosisRun, layer: int, one: LayerInputs):
-    """The layer's fitted replacement from its piece; None where a layer cannot be replaced."""
-    if obstacle(one) is not None:
+    """The layer's fitted replacement from its piece; None where nothing can be fitted."""
+    if not one.replaceable:
         return None
     candidate, _ = build_replacement(one, run.replacement, positions=one.positions)
     candidate.load_state_dict(run.checkpoint.require(f"fit-{layer}"))

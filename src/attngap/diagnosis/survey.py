@@ -7,7 +7,6 @@ from torch import Tensor
 
 from attngap.diagnosis.statistics import Rows, measure
 from attngap.heads.inputs import LayerInputs
-from attngap.heads.obstacles import OBSTACLES, obstacle
 
 MEANS = ("entropy", "top", "sink", "near", "on_sink", "spread")
 SCORES = ("previous", "duplicate", "induction")
@@ -21,7 +20,6 @@ def survey(inputs: LayerInputs, *, window: int, sinks: int, period: int | None =
     out["length"] = torch.tensor(inputs.k.shape[1])
     out["entry"] = entry_size(inputs)
     out["linear"] = torch.tensor([head in inputs.linear for head in range(inputs.heads)])
-    out["obstacle"] = torch.tensor([-1 if (why := obstacle(inputs)) is None else OBSTACLES.index(why)])
     if period is not None:
         second = slice(inputs.length - period, None)  # only the second copy has something to find
         out |= {name: _score(rows, name)[:, second].mean(-1) for name in SCORES}

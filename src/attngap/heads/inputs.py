@@ -61,6 +61,14 @@ class LayerInputs:
     def length(self) -> int:
         return self.q.shape[1]
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether a mechanism can be fitted to it: softmax heads, no bias, no mask but the causal one.
+
+        Whether it could also be put into the model is for `attngap.models.shapes` to say.
+        """
+        return self.bias is None and self.allowed is None and len(self.linear) < self.heads
+
     def keys(self, rows: slice) -> int:
         """How many keys the rows can reach: the causal triangle's unread half is never computed."""
         return min(rows.stop, self.k.shape[1]) if self.causal else self.k.shape[1]
