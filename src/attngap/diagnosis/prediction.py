@@ -58,7 +58,7 @@ class PowerLaw:
     def __call__(self, damage: float) -> float:
         return math.exp(self.level) * damage**self.exponent if damage > 0 else 0.0
 
-    def spread(self, passages: int) -> float:
+    def half_interval(self, passages: int) -> float:
         """Half the interval of the logarithm of a mean over that many other passages."""
         variance = self.noise * (1 + 1 / self.points) + self.between * (1 / self.passages + 1 / passages)
         return self.quantile * math.sqrt(variance)
@@ -86,18 +86,18 @@ class Predictor:
     def perplexity_ratio(self, damage: float) -> Expected | None:
         if self.text is None:
             return None
-        mean, spread = self.text(damage), self.text.spread(self.passages)
+        mean, half = self.text(damage), self.text.half_interval(self.passages)
         sampling = self.text.quantile * math.sqrt(self.scatter * mean / self.tokens)
-        low = mean - math.hypot(mean - mean * math.exp(-spread), sampling)
-        high = mean + math.hypot(mean * math.exp(spread) - mean, sampling)
+        low = mean - math.hypot(mean - mean * math.exp(-half), sampling)
+        high = mean + math.hypot(mean * math.exp(half) - mean, sampling)
         return Expected(value=math.exp(mean), low=math.exp(low), high=math.exp(high))
 
     def recalled(self, damage: float) -> Expected | None:
         """As a share of what the original predicts; above 1 the replaced model predicts more."""
         if self.recall is None:
             return None
-        mean, spread = self.recall(damage), self.recall.spread(self.passages)
-        value, worse, better = (_kept(self.decay, mean * math.exp(each)) for each in (0.0, spread, -spread))
+        mean, half = self.recall(damage), self.recall.half_interval(self.passages)
+        value, worse, better = (_kept(self.decay, mean * math.exp(each)) for each in (0.0, half, -half))
         error = self.recall.quantile * self.error if mean else 0.0
         low = max(0.0, value - math.hypot(value - worse, error))
         return Expected(value=value, low=low, high=value + math.hypot(better - value, error))

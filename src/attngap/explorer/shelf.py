@@ -10,7 +10,7 @@ from attngap.report.build import report_page
 from attngap.report.results import read, read_json
 from attngap.storage.runs import Runs
 
-DEPTH = 3  # folders below the given ones that are searched
+MAX_FOLDERS_BELOW = 3  # folders below the given ones that are searched
 SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 
 
@@ -97,7 +97,7 @@ class Shelf:
 
     def _files(self, suffix: str) -> Iterator[Path]:
         for folder in self.folders:
-            yield from sorted(_walk(folder, suffix, DEPTH))
+            yield from sorted(_walk(folder, suffix, MAX_FOLDERS_BELOW))
 
 
 def _walk(folder: Path, suffix: str, depth: int) -> Iterator[Path]:

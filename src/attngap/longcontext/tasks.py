@@ -42,14 +42,14 @@ def needles(w: Writer) -> Example:
         w.question(f"\n\nQuestion: what is the secret number of {place}? The secret number of {place} is", number)
         for place, number in pairs
     ]
-    return w.weave(spread(w, said), questions)
+    return w.weave(spaced_out(w, said), questions)
 
 
 def values(w: Writer) -> Example:
     place, numbers = w.rng.choice(PLACES), [w.number() for _ in range(3)]
     said = [f"\n\nRemember: one of the secret numbers of {place} is {number}.\n\n" for number in numbers]
     ask = f"\n\nQuestion: what are all the secret numbers of {place}, in order? The secret numbers of {place} are"
-    return w.weave(spread(w, said), [w.question(ask, ", ".join(numbers))])
+    return w.weave(spaced_out(w, said), [w.question(ask, ", ".join(numbers))])
 
 
 def lookup(w: Writer) -> Example:
@@ -67,7 +67,7 @@ def tracking(w: Writer) -> Example:
     for hop in range(HOPS):
         said += [f"\n\nRemember: the number {c[hop + 1]} is equal to the number {c[hop]}.\n\n" for c, _ in chains]
     questions = [w.question(f"\n\nQuestion: what is the number {c[-1]}? The number is", n) for c, n in chains]
-    return w.weave(spread(w, said), questions)
+    return w.weave(spaced_out(w, said), questions)
 
 
 def repetition(w: Writer) -> Example:
@@ -118,7 +118,7 @@ def frequent(w: Writer) -> Example:
     return w.example(body, [question])
 
 
-def spread(w: Writer, statements: Sequence[str]) -> list[tuple[float, str]]:
+def spaced_out(w: Writer, statements: Sequence[str]) -> list[tuple[float, str]]:
     """Each statement somewhere in its own part of the context, in the given order."""
     return [((i + w.rng.random()) / len(statements), text) for i, text in enumerate(statements)]
 

@@ -59,7 +59,7 @@ DETAILS = (
     Column("monotonicity", "monotonicity of the fitted map", ".2f"),
 )
 KEPT_FOR = re.compile(r"kept for (\w+):")
-DEPTH = 1024  # patterns, floors and fits look at the first tokens of a passage only (see docs/schema.md)
+MAX_TOKENS = 1024  # patterns, floors and fits look at the first tokens of a passage only (see docs/schema.md)
 COLORS = {"what was converted": "converted", "verdict": "verdict"}
 COLORS |= {metric.label: metric.key for metric in charts.METRICS}
 
@@ -151,7 +151,7 @@ def _map(result: Result, rows: list[Row], suffix: str) -> Section:
         caption += _traded(rows)
     if rank:
         caption += f" Floor, ceiling and unavoidable damage are for a state of rank {rank}."
-    tokens = min(int(result.content.get("options", {}).get("context") or DEPTH), DEPTH)
+    tokens = min(int(result.content.get("options", {}).get("context") or MAX_TOKENS), MAX_TOKENS)
     patterns = read_patterns(result.path, len(rows), tokens)
     blocks: list[Block] = [
         Chart(
