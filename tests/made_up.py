@@ -148,9 +148,24 @@ def runs(path: Path) -> Path:
     return path
 
 
-def plan(path: Path, layers: int = 4, heads: int = 6, kept: int = 3) -> dict[str, Any]:
-    """Write a plan that keeps the first heads; the content."""
+def expected(value: float, half: float) -> dict[str, float]:
+    """A predicted figure and its interval."""
+    return {"value": value, "low": max(0.0, value - half), "high": value + half}
+
+
+def plan(path: Path, layers: int = 4, heads: int = 6, kept: int = 3, predicts: bool = True) -> dict[str, Any]:
+    """Write a plan that keeps the first heads; the content. Without joint replacements it predicts nothing."""
     total = layers * heads
+
+    def figures(place: int) -> dict[str, Any]:
+        share = place / total
+        if not predicts:
+            return {"perplexity_ratio": None, "recalled": None}
+        return {
+            "perplexity_ratio": expected(1 + 0.2 * share**2, 0.05 * share),
+            "recalled": expected(1 - 0.9 * share**3, 0.1 * share),
+        }
+
     content = {
         "schema": "attngap.plan/1",
         "model": {"name": "tiny", **MODEL, "layers": layers, "heads": heads, "kv_heads": heads // 2},
@@ -158,7 +173,7 @@ def plan(path: Path, layers: int = 4, heads: int = 6, kept: int = 3) -> dict[str
         "keep": [[place // heads, place % heads] for place in range(kept)],
         "replacement": {"window": 64, "sinks": 4, "feature_map": "hedgehog"},
         "curve": [
-            {"kept": total - place, "text": 0.0001 * place**2, "recall": 0.0003 * place**2}
+            {"kept": total - place, "text": 0.0001 * place**2, "recall": 0.0003 * place**2, **figures(place)}
             for place in range(total + 1)
         ],
     }

@@ -213,6 +213,32 @@ def test_a_converted_head_stands_beside_the_original(pair, tmp_path):
     assert apart == pytest.approx(rows["0.2"]["changed"], abs=0.02)
 
 
+def test_the_choice_is_the_plans_own_point_with_its_interval(model, tmp_path):
+    model.config.architectures = ["LlamaForCausalLM"]
+    made_up.plan(tmp_path / "other.json", layers=3, heads=4)
+    content = made_up.plan(tmp_path / "plan.json", layers=2, heads=4)
+    client = TestClient(create([tmp_path], Sentences(model, Letters(), "letters")), base_url="http://127.0.0.1")
+    for kept in (0, 3, 8):
+        answer = client.get("/api/choice", params={"kept": kept}).json()
+        point = next(point for point in content["curve"] if point["kept"] == kept)
+        assert answer["share"] == kept / 8
+        assert [answer[key] for key in ("perplexity_ratio", "recalled")] == [
+            point["perplexity_ratio"],
+            point["recalled"],
+        ]
+        assert f"With softmax on {kept} of 8 heads" in answer["sentence"]
+    assert 'id="choice-form"' in client.get("/").text
+
+
+def test_without_a_plan_that_predicts_there_is_no_choice_to_move(tmp_path):
+    made_up.plan(tmp_path / "plan.json", predicts=False)
+    client = TestClient(create([tmp_path]), base_url="http://127.0.0.1")
+    assert 'id="choice-form"' not in client.get("/").text
+    refused = client.get("/api/choice", params={"kept": 1})
+    assert refused.status_code == 422
+    assert "attngap plan DIR" in refused.json()["error"]
+
+
 def test_verdicts_of_a_diagnosis_of_the_same_shape_lie_over_the_map(model, tmp_path):
     made_up.diagnosis(tmp_path / "other", layers=3, heads=4)
     assert Shelf([tmp_path]).verdicts(model.config) == {}

@@ -1,5 +1,6 @@
 """The explorer in a real browser."""
 
+import contextlib
 import threading
 
 import made_up
@@ -8,6 +9,8 @@ import uvicorn
 
 from attngap.cli.serve import listen
 from attngap.explorer.app import create
+from attngap.mechanisms.catalogue import mechanism
+from attngap.models.swap import swap
 from attngap.theory import separation
 
 from .test_app import Letters, Sentences, model  # noqa: F401 - model is a fixture
@@ -20,7 +23,24 @@ def address(tmp_path_factory, model):  # noqa: F811
     folder = tmp_path_factory.mktemp("results")
     made_up.diagnosis(folder / "diagnosis")
     made_up.runs(folder / "runs.sqlite")
-    app = create([folder], Sentences(model, Letters(), "letters"))
+    with served(create([folder], Sentences(model, Letters(), "letters"))) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, model):  # noqa: F811
+    """The original beside its conversion, with a diagnosis and a plan of that model."""
+    folder = tmp_path_factory.mktemp("both")
+    model.config.architectures = ["LlamaForCausalLM"]
+    made_up.diagnosis(folder / "diagnosis", layers=2, heads=4)
+    made_up.plan(folder / "plan.json", layers=2, heads=4)
+    parts = {0: (mechanism("hybrid", 4, 8, kv_heads=2, window=3, sinks=1, scale=8**-0.5), [1])}
+    with served(create([folder], Sentences(model, Letters(), "letters", swap(model, parts)))) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def served(app):
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -142,8 +162,80 @@ def test_stored_results_open_as_reports(visit, address):
     assert opened.complaints == []
 
 
+def test_the_same_head_of_both_models_stands_side_by_side(visit, both):
+    opened = visit(both)
+    page = opened.page
+    page.fill("#sentence-form-text", "attention is all")
+    page.get_by_role("button", name="Show its heads").click()
+    page.wait_for_function("document.querySelector('#sentence-form .status').textContent.startsWith('16 tokens')")
+    page.locator("#sentence-map svg .mark-rect path").nth(2).click()
+    page.wait_for_function("document.querySelector('[data-matrix=converted]').dataset.head === '0.2'")
+    captions = page.locator("#sentence-head .pattern figcaption").all_inner_texts()
+    assert captions[0].startswith("original, head 0.2 (softmax)")
+    assert captions[1].startswith("converted, head 0.2 (replaced)")
+    left, right = (page.locator(f"[data-matrix={name}] canvas").bounding_box() for name in ("original", "converted"))
+    assert abs(left["y"] - right["y"]) < 2
+    colors = {}
+    for name in ("original", "converted"):
+        page.locator(f"[data-matrix={name}] canvas").hover(position={"x": 5, "y": left["height"] - 5})
+        assert page.locator("#sentence-head .words").get_attribute("data-model") == name
+        assert '"<' in page.locator(f"[data-matrix={name}] .readout").inner_text()  # the tokens, not only their places
+        colors[name] = page.eval_on_selector_all(
+            "#sentence-head .words span", "all => all.map(one => one.style.background)"
+        )
+    assert colors["original"] != colors["converted"]
+    dots = page.evaluate("attngap.views['sentence-map'].data('heads').filter((row) => row.verdict === 'keep').length")
+    assert page.locator("#sentence-map svg .mark-symbol path").count() == dots > 0
+    assert opened.complaints == []
+
+
+def test_both_models_answer_side_by_side_and_one_question_at_a_time(visit, both):
+    opened = visit(both)
+    page = opened.page
+    page.fill("#chat-form-prompt", "hello there, this is longer than sinks and window")
+    page.get_by_role("button", name="Say it").click()
+    page.wait_for_function("document.querySelector('#chat-form button').disabled === false")
+    page.wait_for_function("Number(document.getElementById('chat-form').dataset.answered) === 1")
+    sizes = [page.locator(f"[data-talk={name}] .size").inner_text() for name in ("original", "converted")]
+    assert all("tokens, cache" in size for size in sizes)
+    left, right = (page.locator(f"[data-talk={name}]").bounding_box() for name in ("original", "converted"))
+    assert left["y"] == right["y"]
+    assert opened.complaints == []
+
+
+def test_a_question_that_fails_is_not_remembered(visit, both):
+    page = visit(both).page
+    page.route("**/api/chat*", lambda route: route.fulfill(status=422, json={"error": "no answer today"}))
+    page.get_by_role("button", name="Say it").click()
+    page.wait_for_selector("#chat-form.stale .status.wrong")
+    page.unroute("**/api/chat*")
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if "api/chat" in request.url else None)
+    page.fill("#chat-form-prompt", "again")
+    page.get_by_role("button", name="Say it").click()
+    page.wait_for_function("Number(document.getElementById('chat-form').dataset.answered) === 1")
+    assert asked == [{name: [{"role": "user", "content": "again"}] for name in ("original", "converted")}]
+    assert page.locator("#chat-form .status").inner_text() == ""
+
+
+def test_the_choice_moves_with_its_slider(visit, both):
+    opened = visit(both)
+    page = opened.page
+    page.locator("#choice-form-kept").focus()
+    page.keyboard.press("End")
+    page.wait_for_function("attngap.views['choice-recalled'].signal('chosen') === 8")
+    assert page.locator("[data-fact=perplexity]").inner_text() == "1.000"
+    assert "With softmax on 8 of 8 heads (100%)" in page.locator("#choice-form .status").inner_text()
+    page.wait_for_function("location.hash.includes('choice.kept=8')")
+    again = visit(page.url).page
+    assert again.locator("#choice-form-kept").input_value() == "8"
+    assert opened.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [{"width": 390, "height": 844}, {"width": 1280, "height": 900}])
-def test_accessible_and_never_wider_than_the_screen(visit, address, viewport):
-    opened = visit(address, viewport=viewport)
+def test_accessible_and_never_wider_than_the_screen(visit, both, viewport, scheme):
+    opened = visit(both, viewport=viewport, color_scheme=scheme)
     assert opened.faults() == []
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    assert opened.overlaps() == []

@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 
 import made_up
 import pytest
@@ -59,7 +58,7 @@ def test_the_numbers_of_ten_heads_are_those_of_diagnosis_json(opened, folder):
         known = head | {name: head[f"{name}s"][rank] for name in ("recall_unavoidable", "stress_floor")}
         assert shown == {key: known[key] for key in shown}
         assert opened.page.locator("#head h3").inner_text() == f"Head {head['id']}"
-        assert head["reason"] in opened.page.locator("#head .verdict").inner_text()
+        assert head["reason"][1:] in opened.page.locator("#head .verdict").inner_text()  # its first letter is a capital
 
 
 def test_a_click_on_a_square_opens_its_head(opened):
@@ -264,8 +263,17 @@ def test_five_thousand_heads_stay_small_and_responsive(visit, tmp_path):
     (tmp_path / "report.html").write_text(html)
     opened = visit((tmp_path / "report.html").as_uri())
     assert opened.marks()["map"] == 5120
-    start = time.monotonic()
+    before = busy(opened)
     opened.page.select_option("#head [data-head]", "79.63")
     opened.page.locator("#heads").get_by_role("button", name="floor, text").click()
     assert opened.page.locator("#head h3").inner_text() == "Head 79.63"
-    assert time.monotonic() - start < 4  # about 0.5 s alone on two cores; the margin is for a busy machine
+    assert busy(opened) - before < 2  # seconds of its own thread; about 0.3
+
+
+def busy(opened) -> float:
+    """Processor time that the page's main thread has used: what others do on this machine does not count."""
+    session = opened.context.new_cdp_session(opened.page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    found = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+    session.detach()
+    return found["TaskDuration"]

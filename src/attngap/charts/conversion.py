@@ -80,6 +80,41 @@ def quality_against_kept(points: Sequence[Row], title: str):
     )
 
 
+def predicted_quality(
+    points: Sequence[Row], title: str, form: str, chosen: int | None = None, measured: Row | None = None
+):
+    """A figure that a plan predicts for every number of kept heads, its interval as a band; the choice dashed.
+
+    Rows: kept, value, low, high; `measured` (kept, value) is what a conversion turned out to have. The choice is the
+    parameter "chosen", for a page that moves it.
+    """
+    alt = altair()
+    base = alt.Chart(rows(points, ["kept", "value", "low", "high"]))
+    width = [f(point["kept"] for point in points) for f in (min, max)]
+    scale = alt.Scale(domain=width, nice=False)
+    x = alt.X("kept:Q", title="heads that keep softmax", scale=scale, axis=alt.Axis(tickCount=6))
+    axis = alt.Axis(format=form, tickCount=5)
+    band = base.mark_area(opacity=0.22, color=BLUE).encode(
+        x=x, y=alt.Y("low:Q", title=title, axis=axis, scale=alt.Scale(zero=False)), y2="high:Q"
+    )
+    tips = [alt.Tooltip("kept:Q", title="heads kept")]
+    tips += [alt.Tooltip(f"{name}:Q", format=form) for name in ("value", "low", "high")]
+    line = base.mark_line(color=BLUE).encode(x=x, y=alt.Y("value:Q", title=title, axis=axis), tooltip=tips)
+    one = alt.Chart(rows([{}]))
+    here = alt.param(name="chosen", value=chosen)
+    layers = [band, line]
+    if chosen is not None:
+        layers.append(one.mark_rule(strokeDash=[5, 4]).encode(x=alt.XDatum(alt.expr("chosen"), type="quantitative")))
+    if measured:
+        dot = alt.Chart(rows([measured], ["kept", "value"])).mark_point(
+            filled=True, shape="diamond", size=130, color=ORANGE, opacity=1
+        )
+        layers.append(
+            dot.encode(x=x, y=alt.Y("value:Q", title=title), tooltip=["kept:Q", alt.Tooltip("value:Q", format=form)])
+        )
+    return alt.layer(*layers).add_params(here).properties(width="container", height=240)
+
+
 def predicted_damage(points: Sequence[Row], chosen: int | None = None):
     """Damage a plan predicts for every number of kept heads, on text and where a sequence repeats; the choice marked.
 

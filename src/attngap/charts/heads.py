@@ -140,51 +140,40 @@ def spectrum(points: Sequence[Row] | None = None):
     )
 
 
-PARTS = {
-    "text, unavoidable": BLUE,
-    "text, lost by the feature map": "#9cc3e2",
-    "recall, unavoidable": ORANGE,
-    "recall, lost by the feature map": "#f2b48a",
-}
+KINDS = {"text": "damage", "recall": "recall_damage"}  # what damage is measured on, and its key in a head's row
+PARTS = {"would remain": BLUE, "lost by the feature map": "#9cc3e2"}
 
 
-def damage_split(heads: Sequence[Row], most: int = 20):
-    """The heads that cost most, on text and where a sequence repeats, each bar split into what the best weights of
-    the rank would still cost and what the feature map loses on top."""
+def damage_split(heads: Sequence[Row], kind: str = "text", most: int = 20):
+    """The heads that cost most on text, or on recall where a sequence repeats, each bar split into what the best
+    weights of the rank would still cost and what the feature map loses on top."""
     alt = altair()
-    worst = sorted(heads, key=lambda head: -(head.get("importance") or head["damage"] or 0))[:most]
+    worst = sorted(heads, key=lambda head: -(head.get(KINDS[kind]) or 0.0))[:most]
     parts = [
-        {"id": head["id"], "kind": part.split(",")[0], "part": part, "damage": value, "order": place, "stack": stack}
+        {"id": head["id"], "part": part, "damage": value, "order": place, "stack": stack}
         for place, head in enumerate(worst)
-        for stack, (part, value) in enumerate(zip(PARTS, _split(head), strict=True))
-        if value is not None
+        for stack, (part, value) in enumerate(zip(PARTS, _split(head, kind), strict=True))
     ]
-    drawn = [part for part in PARTS if any(row["part"] == part for row in parts)]
-    kinds = list(dict.fromkeys(row["kind"] for row in parts))
-    colors = alt.Scale(domain=drawn, range=[PARTS[part] for part in drawn])
+    colors = alt.Scale(domain=list(PARTS), range=list(PARTS.values()))
     return (
         alt.Chart(rows(parts))
         .mark_bar()
         .encode(
             y=alt.Y("id:N", sort=alt.SortField("order"), title="head (layer.head)"),
-            yOffset=alt.YOffset("kind:N", sort=kinds),
-            x=alt.X("damage:Q", title="damage, nats per token", axis=alt.Axis(tickCount=5)),
-            color=alt.Color("part:N", scale=colors, title=None, legend=alt.Legend(orient="top", labelLimit=0)),
+            x=alt.X("damage:Q", title=f"damage on {kind}, nats per token", axis=alt.Axis(tickCount=4)),
+            color=alt.Color("part:N", scale=colors, legend=None),
             order=alt.Order("stack:Q"),
             tooltip=["id:N", "part:N", alt.Tooltip("damage:Q", format=".3g")],
         )
-        .properties(width="container", height=(22 if len(kinds) > 1 else 16) * len(worst))
+        .properties(width="container", height=16 * len(worst))
     )
 
 
-def _split(head: Row) -> list[float | None]:
-    """Unavoidable and lost, on text and on recall; the unavoidable part of a damage is at most all of it."""
-    found: list[float | None] = []
-    for kind in ("", "recall_"):
-        damage, least = head.get(f"{kind}damage"), head.get(f"{kind}unavoidable")
-        least = None if damage is None else min(damage, least or 0.0)
-        found += [least, None if damage is None else damage - (least or 0.0)]
-    return found
+def _split(head: Row, kind: str) -> tuple[float, float]:
+    """What would remain and what is lost on top; what would remain of a damage is at most all of it."""
+    damage = head.get(KINDS[kind]) or 0.0
+    least = min(damage, head.get(KINDS[kind].replace("damage", "unavoidable")) or 0.0)
+    return least, damage - least
 
 
 def concentration(heads: Sequence[Row]):
@@ -228,6 +217,7 @@ def selection(heads: Sequence[Row], context: int, most: int = 48):
     alt = altair()
     known = [head for head in heads if (head.get("kappa") or 0) > 0]
     chosen = sorted(known, key=lambda head: -head["kappa"])[:most]
+    chosen.sort(key=lambda head: head["verdict"] == "keep")  # those to keep are drawn last, on top
     lengths = [32 * 2 ** (step / 2) for step in range(31)]  # 32 to a million tokens
     keys = ("id", "verdict", "n_star")
     lines = [
@@ -243,7 +233,7 @@ def selection(heads: Sequence[Row], context: int, most: int = 48):
         title="context, tokens",
         axis=alt.Axis(values=[100, 1e3, 1e4, 1e5, 1e6], format="~s", labelFlush=True),
     )
-    y = alt.Y("kappa:Q", title="selection exponent κ", scale=alt.Scale(domain=[0, top], clamp=True))
+    y = alt.Y("kappa:Q", title="selection exponent κ", scale=alt.Scale(domain=[0, top]))
     names = [name for name in VERDICTS if any(head["verdict"] == name for head in chosen)]
     scale = alt.Scale(domain=names, range=[VERDICTS[name] for name in names])
     color = alt.Color("verdict:N", scale=scale, title=None, legend=alt.Legend(orient="top", symbolOpacity=1))

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from attngap.models.plan import Expected, Plan
 
 GRANULARITIES = ("head", "group")
-LEVELS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0)
 
 
 def plan(
@@ -55,15 +54,19 @@ def read_granularity(text: str) -> Granularity:
 
 
 def show(made: "Plan", output: Path) -> None:
-    """The curve at a few levels, the chosen one marked."""
+    """The curve at a few levels, the chosen one marked and said."""
     from rich.console import Console
 
+    from attngap.report.sections.plan import chosen_point, levels, said
+
     total = made.model.layers * made.model.heads
-    curve = {point.kept: point for point in made.curve}
-    chosen = len(made.keep) - (total - max(curve))  # heads that cannot be replaced are not on the curve
-    levels = {min(curve, key=lambda kept, level=level: abs(kept - level * max(curve))) for level in LEVELS}
+    content = made.model_dump()
+    point = chosen_point(content)
+    counts = [each.kept for each in made.curve]
     console = Console(markup=False)
-    console.print(_table(made, sorted(levels | {chosen}), chosen))
+    console.print(_table(made, levels(counts, point["kept"]), point["kept"]))
+    if point["perplexity_ratio"] or point["recalled"]:
+        console.print(said(point, max(counts)), highlight=False)
     console.print(_meaning(made), highlight=False)
     console.print(f"{output}: keeps {len(made.keep)} of {total} heads", highlight=False, soft_wrap=True)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attngap.errors import AttngapError, missing_extra
-from attngap.explorer import law, page, weights
+from attngap.explorer import choice, law, page, weights
 from attngap.explorer.chat import Chat
 from attngap.explorer.hosts import LOCAL, HostCheck
 from attngap.explorer.sentence import Sentences
@@ -23,7 +23,8 @@ def create(folders: list[Path], sentences: Sentences | None = None, open_to: str
     app = FastAPI(title="attngap explorer", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(HostCheck, open_to=open_to)
     shelf = Shelf(folders)
-    html = page.explorer(sentences)
+    plan = shelf.plan(None if sentences is None else sentences.model.config)
+    html = page.explorer(sentences, plan)
     chat = Chat(sentences) if sentences is not None and page.writes(sentences) else None
 
     @app.exception_handler(AttngapError)
@@ -66,6 +67,14 @@ def create(folders: list[Path], sentences: Sentences | None = None, open_to: str
     @app.get("/api/sentence/{layer}/{head}")
     def head_here(layer: int, head: int, text: str = Query(max_length=page.MOST_CHARACTERS)) -> dict[str, Any]:
         return _loaded(sentences).pattern(text, layer, head)
+
+    @app.get("/api/choice")
+    def choice_here(kept: int) -> dict[str, Any]:
+        if plan is None:
+            raise AttngapError(
+                "No plan with predictions lies in these folders. Make one: attngap plan DIR -o plan.json"
+            )
+        return choice.answer(plan, kept)
 
     @app.post("/api/chat")
     def chat_here(histories: Annotated[dict[str, list[dict[str, str]]], Body()], tokens: int = 128):

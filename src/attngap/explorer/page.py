@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 from attngap.charts.heads import plain_map
 from attngap.charts.law import success_curves
+from attngap.explorer import choice
 from attngap.explorer.sentence import MOST_TOKENS, Sentences
 from attngap.explorer.story import STORY
 from attngap.explorer.weights import DATA
@@ -16,10 +18,10 @@ SUMMARIES = ("first", "self", "previous", "top", "entropy")  # what `sentence.su
 SENTENCE = "When Mary and John went to the store, John gave a drink to Mary. The store sold drinks to John and Mary."
 
 
-def explorer(loaded: Sentences | None) -> str:
-    """The whole page, for the models that are loaded."""
+def explorer(loaded: Sentences | None, plan: dict[str, Any] | None = None) -> str:
+    """The whole page, for the models that are loaded and the plan that was found."""
     script = files("attngap.explorer").joinpath("assets", "explorer.js").read_text(encoding="utf-8")
-    sections = [_law(), _weights(), _sentence(loaded), *_chat(loaded), _results()]
+    sections = [_law(), _weights(), _sentence(loaded), *_chat(loaded), *choice.section(plan), _results()]
     subtitle = "Why softmax can select where linear attention cannot. Move anything."
     return render("Explorer", sections, subtitle=subtitle, live=True, scripts=[script])
 
@@ -99,7 +101,8 @@ def _sentence(loaded: Sentences | None) -> Section:
     caption += " A dot marks heads that a diagnosis in these folders keeps. Click a square to open that head below."
     chart = Chart("sentence-map", "Heads on this sentence", alt, plain_map().to_dict(), caption)
     matrices = [(name, name) for name in loaded.models]
-    lead = "Hover a row of the picture, or a word below it: its words are colored by the attention it pays them."
+    lead = "Hover a row of a picture, or a word below: words are colored by the attention that row pays them"
+    lead += ", in the model hovered last." if both else "."
     return Section(
         "sentence", "Your sentence", [form, chart, Form("sentence-head", [], matrices=matrices, words=True)], lead
     )

@@ -1,13 +1,14 @@
 """The stored results below some folders, and how far running sweeps have come."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from attngap.errors import AttngapError
 from attngap.report.build import report_page
 from attngap.report.results import read, read_json
+from attngap.report.sections.plan import figures
 from attngap.storage.runs import Runs
 
 MAX_FOLDERS_BELOW = 3  # folders below the given ones that are searched
@@ -58,20 +59,25 @@ class Shelf:
 
     def verdicts(self, config: Any) -> dict[str, str]:
         """Verdict by head of the latest diagnosis below the folders that fits the loaded model; empty if none does."""
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        shape = (getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None))
-        found: list[tuple[str, dict[str, str]]] = []
-        for path in self._files(".json"):
+        latest = self._latest("diagnosis", config)
+        return {head["id"]: head["verdict"] for head in latest["heads"]} if latest else {}
+
+    def plan(self, config: Any = None) -> dict[str, Any] | None:
+        """The latest plan that predicts what other shares cost, of the loaded model if there is one."""
+        return self._latest("plan", config, lambda content: bool(figures(content)))
+
+    def _latest(self, kind: str, config: Any, holds: Callable[[Any], bool] = bool) -> dict[str, Any] | None:
+        found: list[tuple[str, int, dict[str, Any]]] = []
+        for place, path in enumerate(self._files(".json")):
             try:
                 result = read_json(path)
-                if result is None or result.kind != "diagnosis":
+                if result is None or result.kind != kind:
                     continue
-                model = result.content["model"]
-                if (model["layers"], model["heads"]) == shape and model["architecture"] in (config.architectures or []):
-                    found.append((result.time, {head["id"]: head["verdict"] for head in result.content["heads"]}))
-            except (AttngapError, KeyError, TypeError):
+                if (config is None or _fits(result.content["model"], config)) and holds(result.content):
+                    found.append((result.time, place, result.content))
+            except (AttngapError, LookupError, TypeError, AttributeError):
                 continue  # listed as unreadable already
-        return max(found, default=("", {}))[1]
+        return max(found)[2] if found else None
 
     def report(self, number: int) -> str:
         """The report of one listed result, as `attngap report` writes it."""
@@ -98,6 +104,13 @@ class Shelf:
     def _files(self, suffix: str) -> Iterator[Path]:
         for folder in self.folders:
             yield from sorted(_walk(folder, suffix, MAX_FOLDERS_BELOW))
+
+
+def _fits(model: dict[str, Any], config: Any) -> bool:
+    """Is a result about a model of this shape?"""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    shape = (getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None))
+    return (model["layers"], model["heads"]) == shape and model["architecture"] in (config.architectures or [])
 
 
 def _walk(folder: Path, suffix: str, depth: int) -> Iterator[Path]:

@@ -67,7 +67,8 @@ class Chart:
 class Panels:
     """Small charts that stand side by side where there is room and one below the other on a phone.
 
-    `key` explains what all of them draw: pairs of a swatch ("viridis", "solid", "dashed") and its meaning.
+    `key` explains what all of them draw: pairs of a swatch ("viridis", "solid", "dashed", "line", "band", "choice",
+    "diamond", "dark", "pale") and its meaning. `wide` charts need half a page each, and a phone's whole width.
     """
 
     kind: ClassVar[str] = "panels"
@@ -76,6 +77,7 @@ class Panels:
     charts: Sequence[Chart]
     caption: str = ""
     key: Sequence[tuple[str, str]] = ()
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

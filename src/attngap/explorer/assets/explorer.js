@@ -39,7 +39,7 @@ function live(form, act, onlyOnSubmit = false) {
 }
 
 // What is set, in the address: a view can be shared, and reloading keeps it.
-const remembered = ["law-form", "weights-form", "sentence-form"];
+const remembered = ["law-form", "weights-form", "sentence-form", "choice-form"];
 let shownHead = "";
 function remember() {
   const state = new URLSearchParams();
@@ -137,11 +137,15 @@ const runWeights = live(weightsForm, async (values, signal) => {
 const sentenceForm = document.getElementById("sentence-form");
 const words = document.querySelector("#sentence-head .words");
 let sentence = null;
-let opened = null; // the head on show: roots and side of its first picture
+const opened = {}; // the head on show, by model: roots and side of its picture
+let hovered = "original"; // whose attention colors the words
 
-function showRow(i) {
+function showRow(i, name = hovered) {
+  hovered = name;
+  const { side, roots } = opened[name];
+  words.dataset.model = name;
   [...words.children].forEach((word, j) => {
-    const weight = j < opened.side ? opened.roots[i * opened.side + j] / 255 : 0;
+    const weight = j < side ? roots[i * side + j] / 255 : 0;
     word.style.background = j <= i || weight ? `rgb(213 94 0 / ${weight})` : "none";
     word.classList.toggle("here", i === j);
   });
@@ -156,8 +160,9 @@ async function openSentenceHead(head) {
       const figure = form.querySelector(`[data-matrix="${name}"]`);
       const data = { roots: bytesOf(roots), ...rest };
       const what = name === "converted" && head.replaced ? "replaced" : "softmax";
-      if (name === "original") opened = data;
-      drawMatrix(figure, { ...data, tokens: answer.tokens, alt: `Attention of head ${head.id}, ${name}`, onRow: showRow });
+      opened[name] = data;
+      const alt = `Attention of head ${head.id}, ${name}`;
+      drawMatrix(figure, { ...data, tokens: answer.tokens, alt, onRow: (i) => showRow(i, name) });
       figure.querySelector("figcaption").textContent = `${name}, head ${head.id} (${what}), largest weight ${general(rest.top, 3)}`;
       figure.dataset.head = head.id;
     }
@@ -190,21 +195,48 @@ const runSentence = live(sentenceForm, async (values, signal) => {
 }, true);
 sentenceForm?.elements.color.addEventListener("change", () => sentence && colorSentence());
 
+const choiceForm = document.getElementById("choice-form");
+const runChoice = live(choiceForm, async (values, signal) => {
+  const { kept, share, sentence: words, perplexity_ratio: ratio, recalled } = await ask("api/choice", values, signal);
+  const percent = (value) => `${(100 * value).toFixed(0)}%`;
+  fact(choiceForm, "share", percent(share));
+  fact(choiceForm, "perplexity", ratio ? ratio.value.toFixed(3) : "–");
+  fact(choiceForm, "recall", recalled ? percent(recalled.value) : "–");
+  const drawnHere = ["choice-perplexity_ratio", "choice-recalled"].filter((id) => views[id]);
+  await Promise.all(drawnHere.map((id) => views[id].signal("chosen", kept).runAsync()));
+  return words;
+});
+
 // A conversation: each model has its own history, all hear the same words.
 const chatForm = document.getElementById("chat-form");
 const histories = {};
 async function talk(values, signal) {
+  const replies = {};
+  const button = chatForm.querySelector("button[type=submit]");
+  button.disabled = true; // one question at a time: the next one needs this one's answers
+  try {
+    await hear(values, signal, replies);
+  } finally {
+    button.disabled = false;
+    for (const [name, content] of Object.entries(replies)) {
+      if (content) (histories[name] ??= []).push({ role: "user", content: values.prompt }, { role: "assistant", content });
+    }
+  }
+  return "";
+}
+async function hear(values, signal, replies) {
   const columns = [...chatForm.querySelectorAll("[data-talk]")];
+  const asked = {};
   for (const column of columns) {
     const name = column.dataset.talk;
-    (histories[name] ??= []).push({ role: "user", content: values.prompt });
+    asked[name] = [...(histories[name] ?? []), { role: "user", content: values.prompt }];
     column.querySelector(".said").append(make("b", {}, values.prompt), make("span", { class: "reply" }));
   }
-  const body = JSON.stringify(histories);
+  const body = JSON.stringify(asked);
   const headers = { "Content-Type": "application/json" };
   const response = await fetch(`api/chat?${new URLSearchParams({ tokens: values.tokens })}`, { method: "POST", body, headers, signal });
   if (!response.ok) throw new Error((await response.json()).error ?? `The server answered ${response.status}`);
-  const replies = Object.fromEntries(columns.map((column) => [column.dataset.talk, ""]));
+  for (const column of columns) replies[column.dataset.talk] = "";
   const spent = {};
   let rest = "";
   for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
@@ -225,8 +257,6 @@ async function talk(values, signal) {
       column.querySelector(".size").textContent = `${step.tokens.toLocaleString("en-US")} tokens, cache ${(step.cache_bytes / 1e6).toFixed(1)} MB${rate}`;
     }
   }
-  for (const [name, content] of Object.entries(replies)) histories[name].push({ role: "assistant", content });
-  return "";
 }
 if (chatForm) {
   live(chatForm, talk, true);
@@ -249,5 +279,5 @@ async function refreshResults() {
 
 await Promise.all([...drawn.values()]);
 views["sentence-map"]?.addEventListener("click", (_, item) => item?.datum?.id && openSentenceHead(item.datum));
-await Promise.all([runLaw(), runWeights(), runSentence(), refreshResults()]);
+await Promise.all([runLaw(), runWeights(), runSentence(), runChoice(), refreshResults()]);
 setInterval(refreshResults, 3000);

@@ -8,7 +8,7 @@ from attngap.report.page import Block, Chart, Column, Section, Table
 from attngap.report.results import Result, Results
 from attngap.report.sections.notes import notes
 from attngap.report.sections.plan import plan_sections
-from attngap.report.sections.receipts import HELD_OUT, by_length, filled, measurements
+from attngap.report.sections.receipts import HELD_OUT, SAME, by_length, filled, fitted, measurements
 from attngap.report.sections.speed import speed_section
 
 Row = dict[str, Any]
@@ -25,9 +25,9 @@ QUALITY = (
     Column("text", "text", wide=True),
     Column("kept", "heads kept", ".1%"),
     Column("length", "tokens", ",.0f", "length of the text that these figures were measured on"),
-    Column("perplexity", "perplexity", ".3f"),
-    Column("perplexity_ratio", "x original", ".4f", "perplexity, as a multiple of the original's at the same length"),
-    Column("divergence", "KL, nats per token", ".4f", "divergence from the original's predictions"),
+    Column("perplexity", "perplexity", ",.2f"),
+    Column("perplexity_ratio", "x original", ",.3f", "perplexity, as a multiple of the original's at the same length"),
+    Column("divergence", "KL, nats", ".4f", "divergence from the original's predictions, per token"),
     Column("needle", "needle", ".1%", "share of the digits of a hidden number that are recalled"),
     Column("repetition", "repetition", ".1%", "share of a repeated random sequence that is predicted"),
 )
@@ -59,11 +59,24 @@ def _quality(receipts: Sequence[Result]) -> Section:
         column for column in filled(QUALITY, rows) if column.key != "text" or len({row["text"] for row in rows}) > 1
     ]
     blocks.append(Table("quality-table", "Quality", columns, rows))
+    if baselines := _baselines(receipts):
+        title = "Beside baselines, on passages of the length that replacements were fitted at"
+        blocks.append(Table("baselines-table", title, filled(QUALITY, baselines), baselines))
     if places := _places(receipts):
         blocks.append(Table("needle-table", "Needle recall by length and depth", _place_columns(places), places))
     if said := [note for receipt in receipts for note in receipt.content.get("notes") or []]:
         blocks.append(notes(said))
     return Section("quality-section", "What it costs", blocks)
+
+
+def _baselines(receipts: Sequence[Result]) -> list[Row]:
+    """Other passages than those by length, in a table of their own: only these have random heads beside them."""
+    return [
+        {"folder": str(receipt.path.parent), "kept": _share(receipt, row["part"]), **row}
+        for receipt in receipts
+        if receipt.content.get("by_length")
+        for row in fitted(receipt.content)
+    ]
 
 
 def _against_length(receipt: Result) -> Chart | None:
@@ -132,7 +145,10 @@ def _places(receipts: Sequence[Result]) -> list[Row]:
         if places := quality.get("original", {}).get("needle_by_place"):  # none in what was not measured
             return [
                 {"length": int(place.split("@")[0]), "depth": float(place.split("@")[1])}
-                | {name: values.get("needle_by_place", {}).get(place) for name, values in quality.items()}
+                | {
+                    SAME.get(name) or name: values.get("needle_by_place", {}).get(place)
+                    for name, values in quality.items()
+                }
                 for place in places
             ]
     return []

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from attngap.charts import heads as charts
-from attngap.report.page import Block, Chart, Column, HeadPanel, PanelChart, Section, Table, Text
+from attngap.report.page import Block, Chart, Column, HeadPanel, PanelChart, Panels, Section, Table, Text
 from attngap.report.patterns import Patterns, read_patterns
 from attngap.report.results import Result
 from attngap.report.sections.notes import notes
@@ -88,7 +88,7 @@ def head_rows(result: Result) -> list[Row]:
     for place, head in enumerate(result.content["heads"]):
         row = dict(head) | {"place": place}
         row |= what_and_why(head["reason"])
-        row["words"] = f"{head['verdict'].capitalize()}: {head['reason']}"
+        row["words"] = verdict_words(head["verdict"], head["reason"])
         row["reads"] = [read_line(read) for read in head.get("reads") or []]
         row["bounds"] = bound_points(head, ranks)
         for name in ("recall_unavoidable", "stress_floor", "stress_ceiling"):
@@ -98,6 +98,16 @@ def head_rows(result: Result) -> list[Row]:
         row["spectrum"] = [value for value in head.get("spectrum") or [] if value > 0]
         rows.append(row)
     return sorted(rows, key=lambda row: -(row.get("importance") or 0.0))
+
+
+def verdict_words(verdict: str, reason: str) -> str:
+    """
+    >>> verdict_words("keep", "kept for recall: replacing it costs 0.1 nats there")
+    'Kept for recall: replacing it costs 0.1 nats there.'
+    >>> verdict_words("window", "reads the token before (86%)")
+    'Window: reads the token before (86%).'
+    """
+    return f"{reason[0].upper()}{reason[1:]}." if KEPT_FOR.match(reason) else f"{verdict.capitalize()}: {reason}."
 
 
 def what_and_why(reason: str) -> Row:
@@ -208,13 +218,24 @@ def _measured(columns: tuple[Column, ...], rows: list[Row]) -> list[Column]:
 
 def _damage(result: Result, rows: list[Row], suffix: str) -> Section:
     rank = result.content.get("rank")
-    split = Chart(
+    bars = [
+        Chart(
+            f"damage-split{suffix}-{kind}",
+            f"On {kind}",
+            f"A bar for each of the twenty heads that cost most on {kind}, split in two",
+            charts.damage_split(rows, kind).to_dict(),
+        )
+        for kind in charts.KINDS
+        if any(row.get(charts.KINDS[kind]) for row in rows)
+    ]
+    split = Panels(
         f"damage-split{suffix}",
-        "Which heads cost most, on text and on recall",
-        "Two bars for each of the twenty most important heads, damage on text and on recall, each split in two",
-        charts.damage_split(rows).to_dict(),
-        "A long dark bar cannot be shortened by a better feature map, a long pale one can. Second-order (Fisher) "
-        "estimates for one head at a time; damage of several heads need not add up.",
+        "Which heads cost most",
+        bars,
+        "A long dark bar cannot be shortened by a better feature map, a long pale one can; the two scales differ. "
+        "Second-order (Fisher) estimates for one head at a time; damage of several heads need not add up.",
+        [("dark", "would remain with the best weights of this rank"), ("pale", "lost by the feature map")],
+        wide=True,
     )
     share = Chart(
         f"damage-share{suffix}",
@@ -267,6 +288,6 @@ def _selection(result: Result, rows: list[Row], suffix: str) -> Section:
         charts.selection(rows, context).to_dict(),
         "A head selects as long as its line is above 1, where the top key holds half of a row's mass (an identity). "
         f"Points are measured at {context:,} tokens, median row; lines extrapolate, if further keys are like the "
-        "present ones, to n*, where they cross 1. The most selective heads are drawn.",
+        "present ones, to n*, where they cross 1. The most selective heads are drawn, those to keep on top.",
     )
     return Section(f"selection{suffix}-section", "Selection", [chart])

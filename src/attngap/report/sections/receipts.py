@@ -8,7 +8,8 @@ from attngap.report.page import Column, Fact
 from attngap.report.results import Result
 
 Row = dict[str, Any]
-FEATURELESS = ("without features", "sinks + window only")
+FEATURELESS = "without features"
+SAME: dict[str, str] = {"sinks + window only": FEATURELESS}  # one thing, one name on the page
 HELD_OUT = "held out of the calibration text"
 NEARLY = 0.98  # features that take off less than this share of the divergence add nothing to speak of
 
@@ -25,9 +26,15 @@ def by_length(content: Row) -> list[Row]:
     """Rows of length, part and whatever was measured; a receipt from before there were lengths has one or two."""
     if rows := content.get("by_length"):
         return sorted(rows, key=lambda row: row["length"])
+    return fitted(content)
+
+
+def fitted(content: Row) -> list[Row]:
+    """The same for the passages of the length that replacements were fitted at."""
     found: dict[tuple[int, str], Row] = {}
     fitted = int(content["options"].get("context") or 0)
-    for part, values in content["quality"].items():
+    for name, values in content["quality"].items():
+        part = SAME.get(name) or name
         row = found.setdefault((fitted, part), {"length": fitted, "part": part})
         row |= {key: values.get(key) for key in ("perplexity", "perplexity_ratio", "divergence")}
         row["repetition"] = values.get("induction")
@@ -45,6 +52,7 @@ def at_longest(content: Row, key: str) -> tuple[int, Row] | None:
     part."""
     limit = content.get("positions") or math.inf
     rows = [row for row in by_length(content) if row.get(key) is not None and row["length"] <= limit]
+    rows = rows or [row for row in fitted(content) if row.get(key) is not None]  # what was measured there only
     for length in sorted({row["length"] for row in rows}, reverse=True):
         here = {row["part"]: row[key] for row in rows if row["length"] == length}
         if {"original", "converted"} <= set(here):
@@ -78,7 +86,7 @@ def _without_use(content: Row) -> int | None:
     helped = {}
     for length in sorted({row["length"] for row in rows}):
         here = {row["part"]: row["divergence"] for row in rows if row["length"] == length}
-        bare = next((here[name] for name in FEATURELESS if name in here), None)
+        bare = here.get(FEATURELESS)
         if bare is not None and "converted" in here:
             helped[length] = here["converted"] < NEARLY * bare
     return next(
@@ -92,7 +100,7 @@ def facts(receipt: Result) -> list[Fact]:
     found = [Fact(f"{content['kept']} of {content['heads']}", "heads keep softmax", _others(content))]
     if shown := at_longest(content, "perplexity_ratio"):
         length, here = shown
-        bare = next((here[name] for name in FEATURELESS if name in here), None)
+        bare = here.get(FEATURELESS)
         without = "" if bare is None else f"{bare - 1:+.1%} with sinks and window only"
         found.append(Fact(f"{here['converted'] - 1:+.1%}", f"perplexity, held-out text of {length:,} tokens", without))
     for key, label in (("repetition", "of a repeated sequence predicted"), ("needle", "of a hidden number recalled")):

@@ -9,7 +9,7 @@ from attngap.report.results import Results
 def sample_sections(results: Results) -> list[Section]:
     blocks: list[Block] = []
     for result in results.of("samples"):
-        texts: dict[str, str] = result.content["texts"]
+        texts: dict[str, str] = {name: text.lstrip() for name, text in result.content["texts"].items()}
         blocks.append(Text([f"{result.content['prompt']} >>>"], "pre"))
         titles = {f"{name[0].upper()}{name[1:]}": text for name, text in texts.items()}
         blocks += [SideBySide(titles, common(list(texts.values()))), Text([parting(list(texts.values()))])]
