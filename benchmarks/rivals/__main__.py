@@ -3,6 +3,7 @@
     attngap linearize smollm2 --keep 0.1 -o fast
     python benchmarks/rivals prepare smollm2 --text mail.txt --text essays.txt -o rivals    # contexts as plain tokens
     python benchmarks/rivals scores fast -o rivals                                          # which heads to keep
+    python benchmarks/rivals forms fast -o rivals                                           # what a budget is spent on
     python -m venv kvpress && kvpress/bin/pip install torch==2.13.0
     kvpress/bin/pip install kvpress "transformers<5.3"
     kvpress/bin/python benchmarks/rivals kvpress --text book.txt -o rivals
@@ -28,6 +29,7 @@ import torch
 STEPS = {
     "prepare": "contexts",
     "scores": "scores",
+    "forms": "forms",
     "kvpress": "presses",
     "ours": "conversions",
     "converted": "conversions",
@@ -40,7 +42,10 @@ STEPS = {
 
 def main() -> None:
     options = parse()
-    if options.step in ("prepare", "scores", "ours", "converted", "choices", "our_costs") and options.model is None:
+    if (
+        options.step in ("prepare", "scores", "forms", "ours", "converted", "choices", "our_costs")
+        and options.model is None
+    ):
         sys.exit(f"rivals {options.step} needs a model: the original for prepare, else a converted folder")
     if options.step == "converted" and not options.name:
         sys.exit("rivals converted needs --name, what the folder is called in the table")
@@ -63,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=_numbers(int), default=[1024, 2048, 4096, 8192])
     parser.add_argument("--budgets", type=_numbers(float), default=[0.25, 0.15, 0.1], help="shares of the full cache")
     parser.add_argument("--examples", type=int, default=4, help="contexts of text of each length; half as many others")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["text", "lookup", "repetition"])
     parser.add_argument("--window", type=int, help="of replaced heads; none: the conversion's own")
     parser.add_argument("--page", type=Path, help="document: a page with marks; none prints the tables")
     parser.add_argument("--name", help="converted: what the folder is called in the table")

@@ -11,9 +11,9 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from asking import Answers, full_bytes
@@ -23,9 +23,10 @@ from torch import Tensor
 
 OURS, THROUGHOUT = "attngap", "attngap, throughout"
 OUR_FORM_THEIR_HEADS, RANDOM = "our form, DuoAttention's heads", "our form, random heads"
-WINDOW_FORM = "sinks + window, our heads"
+FEATURED, WINDOW_FORM = "features in every replaced group, our heads", "sinks + window, our heads"
 WINDOW_ALL = "sinks + window, all heads, throughout"
 LOLCATS = "LoLCATs-style conversion, throughout"
+FORMS = "forms.json"
 Group = tuple[int, int]  # layer, key head
 
 
@@ -71,6 +72,25 @@ class Parts:
         untouched = (self.layers - len(self.mechanisms)) * self.groups
         group = 2 * 4 * self.dim * (tokens + SPARE)
         return int((budget * full_bytes(config, tokens) - states - untouched * group) // group)
+
+
+class Form(NamedTuple):
+    """Of all replaced groups of a conversion: how many last tokens they hold, and whether features of those before."""
+
+    window: int
+    features: bool
+
+    def of(self, parts: Parts) -> Parts:
+        shaped = Parts(parts.original, parts.mechanisms, self.window)
+        return shaped if self.features else shaped.without_features()
+
+
+def chosen_form(folder: Path, length: int, budget: float) -> Form | None:
+    """The best form at this length and budget, see forms.py; None where none was judged or none is small enough."""
+    path = folder / FORMS
+    found = json.loads(path.read_text()) if path.exists() else {}
+    rows = found.get(str(length), {}).get(str(budget), [])
+    return Form(rows[0]["window"], rows[0]["features"]) if rows else None
 
 
 def with_window(mechanism: Any, window: int | None) -> Any:
@@ -155,31 +175,63 @@ def load_parts(folder: Path, model: str, window: int | None) -> Parts:
 def ours(options: argparse.Namespace) -> None:
     """Every part at every budget on every context of the wanted lengths that has no answers yet."""
     parts = load_parts(options.output, options.model, options.window)
-    scores = {
-        OURS: read_scores(options.output, "our"),
-        OUR_FORM_THEIR_HEADS: read_scores(options.output, "duo"),
-        RANDOM: random_scores(parts.layers, parts.groups, 0),
-    }
+    found = variants(parts, options)
     answers = Answers(options.output)
-    variants = {name: (parts, score) for name, score in scores.items() if score is not None}
-    if scores[OURS] is not None:
-        variants[WINDOW_FORM] = (parts.without_features(), scores[OURS])
     wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
     for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
-        if row["example"] < options.examples:
-            handed = {name: each for name, each in variants.items() if not options.only or name in options.only}
-            _handed_over(parts.original, row, options.budgets, handed, answers)
-            _throughout(parts, row, options, scores[OURS], answers)
+        if row["example"] < options.examples and row["kind"] in options.kinds:
+            _handed_over(parts.original, row, options.budgets, found, answers)
+            _throughout(parts, row, options, found.get(OURS), answers)
 
 
-def _handed_over(original: Any, row: dict, budgets: list[float], variants: dict[str, tuple], answers: Answers) -> None:
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A choice of heads, and the form of the others at a length and budget."""
+
+    scores: list[list[float]]
+    shaped: Callable[[int, float], Parts | None]
+
+    def model(self, length: int, tokens: int, budget: float) -> Callable[[], Any] | None:
+        """What makes the converted model; None where nothing is small enough."""
+        parts = self.shaped(length, budget)
+        if parts is None or (count := parts.affordable(budget, tokens)) < 0:
+            return None
+        return lambda: parts.convert(best(parts, self.scores, count))
+
+
+def variants(parts: Parts, options: argparse.Namespace) -> dict[str, Variant]:
+    """Those that are wanted, by name."""
+    folder, our = options.output, read_scores(options.output, "our")
+    if our is None:
+        raise SystemExit("Ours needs scores of heads first: python benchmarks/rivals scores")
+
+    def fitting(length: int, budget: float) -> Parts | None:
+        form = chosen_form(folder, length, budget)
+        return None if form is None else form.of(parts)
+
+    near = parts.without_features()
+    found = {
+        OURS: Variant(our, fitting),
+        RANDOM: Variant(random_scores(parts.layers, parts.groups, 0), fitting),
+        FEATURED: Variant(our, lambda length, budget: parts),
+        WINDOW_FORM: Variant(our, lambda length, budget: near),
+    }
+    theirs = read_scores(folder, "duo")
+    if theirs is not None:
+        found[OUR_FORM_THEIR_HEADS] = Variant(theirs, fitting)
+    return {name: each for name, each in found.items() if not options.only or name in options.only}
+
+
+def _handed_over(
+    original: Any, row: dict, budgets: list[float], wanted: Mapping[str, Variant], answers: Answers
+) -> None:
     """Everything that goes on from one exact pass."""
     tokens, full = row["context"], full_bytes(original.config, len(row["context"]))
     todo = [
-        (name, budget, part, score, count)
-        for name, (part, score) in variants.items()
+        (name, budget, make)
+        for name, variant in wanted.items()
         for budget in answers.missing(name, budgets, row)
-        if (count := part.affordable(budget, len(tokens))) >= 0
+        if (make := variant.model(row["length"], len(tokens), budget)) is not None
     ]
     first = answers.missing(ORIGINAL, [None], row)
     if not (todo or first):
@@ -188,27 +240,28 @@ def _handed_over(original: Any, row: dict, budgets: list[float], variants: dict[
     if first:
         whole = [(layer.k, layer.v) for layer in layers]
         answers.ask(ORIGINAL, None, row, original, lambda: as_cache(whole), 1.0, seconds)
-    for name, budget, part, score, count in todo:
+    for name, budget, make in todo:
         start = time.perf_counter()
-        model = part.convert(best(part, score, count))
+        model = make()
         cache = handed_over(model, layers)
         _ask(answers, name, budget, row, model, cache, full, seconds + time.perf_counter() - start)
 
 
-def _throughout(parts: Parts, row: dict, options: argparse.Namespace, score: Any, answers: Answers) -> None:
+def _throughout(parts: Parts, row: dict, options: argparse.Namespace, our: Variant | None, answers: Answers) -> None:
     """Models that read the context as they are, at the first budget: each needs a pass of its own."""
     tokens, budget = row["context"], options.budgets[0]
     full = full_bytes(parts.original.config, len(tokens))
-    models = {}
-    if score is not None and (count := parts.affordable(budget, len(tokens))) >= 0:
-        models[THROUGHOUT] = lambda: parts.convert(best(parts, score, count))
     wide = int(budget * len(tokens)) - parts.sinks
-    models[WINDOW_ALL] = lambda: Parts(parts.original, parts.without_features().mechanisms, wide).convert([])
+    models = {
+        THROUGHOUT: None if our is None else our.model(row["length"], len(tokens), budget),
+        WINDOW_ALL: lambda: Form(wide, features=False).of(parts).convert([]),
+    }
     for name, make in models.items():
-        if (not options.only or name in options.only) and answers.missing(name, [budget], row):
-            model = make()
-            cache, took = read_throughout(model, tokens)
-            _ask(answers, name, budget, row, model, cache, full, took)
+        if make is None or (options.only and name not in options.only) or not answers.missing(name, [budget], row):
+            continue
+        model = make()
+        cache, took = read_throughout(model, tokens)
+        _ask(answers, name, budget, row, model, cache, full, took)
 
 
 def converted(options: argparse.Namespace) -> None:
@@ -219,7 +272,8 @@ def converted(options: argparse.Namespace) -> None:
     answers, budget = Answers(options.output), options.budgets[0]
     wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
     for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
-        if row["example"] < options.examples and answers.missing(options.name, [budget], row):
+        asked = row["example"] < options.examples and row["kind"] in options.kinds
+        if asked and answers.missing(options.name, [budget], row):
             cache, took = read_throughout(model, row["context"])
             full = full_bytes(model.config, len(row["context"]))
             _ask(answers, options.name, budget, row, model, cache, full, took)

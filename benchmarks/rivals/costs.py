@@ -1,6 +1,11 @@
-"""What each method costs on one context: CPU seconds at one thread to read and compress it, and a token after it."""
+"""What each method costs on one context: CPU seconds at one thread to read and compress it, and a token after it.
+
+Memory is the most that the process held at once while it did so, above what it held before.
+"""
 
 import argparse
+import contextlib
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -13,13 +18,11 @@ from contexts import contexts
 from conversions import (
     OURS,
     THROUGHOUT,
-    Parts,
-    best,
     handed_over,
     load_parts,
     read_exactly,
-    read_scores,
     read_throughout,
+    variants,
 )
 from presses import (
     DUO,
@@ -54,10 +57,14 @@ class Costs:
         """`compress` reads the context; it gives the model that goes on and its cache."""
         if method in self.done:
             return
-        start = time.process_time()
+        gc.collect()
+        forget_peak()
+        before, start = held("VmRSS"), time.process_time()
         model, cache = compress()
         prompt = time.process_time() - start
-        line = {"method": method, "length": self.length, "prompt": prompt, "token": self._token(model, cache)}
+        token = self._token(model, cache)
+        line = {"method": method, "length": self.length, "prompt": prompt, "token": token}
+        line["peak"] = None if before is None else (held("VmHWM") or 0) - before
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(line, flush=True)
@@ -69,6 +76,20 @@ class Costs:
             model(input_ids=torch.tensor([[i]]), past_key_values=cache, position_ids=place, use_cache=True)
             spent.append(time.process_time() - start)
         return sum(spent[WARM:]) / TOKENS
+
+
+def forget_peak() -> None:
+    """From now on Linux notes the most that this process holds anew; elsewhere no memory is reported."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def held(what: str) -> int | None:
+    """Bytes of this process by Linux' name for them; None elsewhere."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
+    return None
 
 
 def kvpress_costs(options: argparse.Namespace) -> None:
@@ -106,21 +127,19 @@ def _zip(model: Any, row: dict, budget: float, mask: Callable) -> tuple[Any, Any
 def our_costs(options: argparse.Namespace) -> None:
     """Of the original and of ours at the first budget, in our environment."""
     parts = load_parts(options.output, options.model, options.window)
-    scores = read_scores(options.output, "our")
-    if scores is None:
-        raise SystemExit("Ours needs scores of heads first: python benchmarks/rivals scores")
+    our = variants(parts, options)[OURS]
     for length in options.lengths:
-        _our_costs(Costs(options.output, length), parts, scores, options.budgets[0])
+        costs = Costs(options.output, length)
+        _our_costs(costs, parts.original, our.model(length, len(costs.row["context"]), options.budgets[0]))
 
 
-def _our_costs(costs: Costs, parts: Parts, scores: list[list[float]], budget: float) -> None:
+def _our_costs(costs: Costs, original: Any, make: Callable[[], Any] | None) -> None:
     tokens = costs.row["context"]
-    costs.note(f"{ORIGINAL}, our environment", lambda: (parts.original, _whole(parts.original, tokens)))
-    count = parts.affordable(budget, len(tokens))
-    if count < 0:
+    costs.note(f"{ORIGINAL}, our environment", lambda: (original, _whole(original, tokens)))
+    if make is None:
         return
-    model = parts.convert(best(parts, scores, count))
-    costs.note(OURS, lambda: (model, handed_over(model, read_exactly(parts.original, tokens)[0])))
+    model = make()
+    costs.note(OURS, lambda: (model, handed_over(model, read_exactly(original, tokens)[0])))
     costs.note(THROUGHOUT, lambda: (model, read_throughout(model, tokens)[0]))
 
 

@@ -46,7 +46,7 @@ def kvpress(options: argparse.Namespace) -> None:
         scores[DUO_OURS] = torch.tensor(json.loads((options.output / "our-scores.json").read_text())["groups"])
     wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
     for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
-        if row["example"] < options.examples:
+        if row["example"] < options.examples and row["kind"] in options.kinds:
             _context(model, row, options.budgets, scores, answers)
 
 

@@ -17,6 +17,7 @@ import torch
 from asking import Answers, full_bytes
 from contexts import contexts
 from conversions import Group, Parts, best, handed_over, load_parts, read_exactly, read_scores
+from gates import train_gates
 from torch import Tensor
 
 Scores = list[list[float]]
@@ -26,7 +27,6 @@ PROBED = 256  # tokens of key-value pairs
 SHARES = (0.02, 0.05, 0.1, 0.25)
 CHOICE = "choice: "
 CHOICES = {"text": 1, "lookup": 0, "repetition": 0}  # which example of each kind judges a choice
-GATE_STEPS, GATE_RATE, GATE_PRICE = 24, 0.05, 0.02
 
 
 def scores(options: argparse.Namespace) -> None:
@@ -72,17 +72,19 @@ def tokenizer_of(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder / "model")
 
 
-def slices(parts: Parts, folder: Path) -> list[Any]:
+def slices(
+    original: Any, tokenizer: Any, *, facts: int = TOKENS, text: int = TOKENS // 4, seed: int = SEED
+) -> list[Any]:
     """Ends of a long text whose numbers are asked for, of a repeated sequence, and of a text."""
-    from attngap.conversion.calibration import repeats, with_facts
+    from attngap.conversion.calibration import FactsPassage, repeats
     from attngap.conversion.slices import Slice, read_past
     from attngap.heads.passages import passages
 
-    tokenizer = tokenizer_of(folder)
-    facts = with_facts(tokenizer, None, context=TOKENS, seed=SEED)
-    repeated = repeats(tokenizer, context=TOKENS // 4, beyond=ROWS, seed=SEED)
-    text = passages(tokenizer, None, context=TOKENS // 4, count=1, split="heldout", seed=SEED)
-    pasts = [read_past(parts.original, tokens) for tokens in (facts, repeated, text)]
+    hay = passages(tokenizer, None, context=facts, count=1, seed=seed)
+    numbers = FactsPassage.make(tokenizer, hay, seed=seed).tokens
+    repeated = repeats(tokenizer, context=min(text, TOKENS // 4), beyond=ROWS, seed=seed)
+    plain = passages(tokenizer, None, context=text, count=1, split="heldout", seed=seed)
+    pasts = [read_past(original, tokens) for tokens in (numbers, repeated, plain)]
     return [Slice(past, past.tokens.shape[1] - ROWS, past.tokens.shape[1]) for past in pasts]
 
 
@@ -108,7 +110,7 @@ def damage(parts: Parts, folder: Path) -> Scores:
     """Ours in one go: what replacing each head alone would do, to second order (docs/theory.md 5.1), on slices."""
     from attngap.conversion.slices import SliceReference
 
-    reference = SliceReference(parts.original, parts.mechanisms, slices(parts, folder))
+    reference = SliceReference(parts.original, parts.mechanisms, slices(parts.original, tokenizer_of(folder)))
     return as_table(parts, by_group(parts, reference.head_damage()))
 
 
@@ -116,7 +118,7 @@ def ours(parts: Parts, folder: Path) -> Scores:
     """As a conversion chooses: the damage first, then round by round what softmax gains the model as it is."""
     from attngap.conversion.slices import SliceReference
 
-    reference = SliceReference(parts.original, parts.mechanisms, slices(parts, folder))
+    reference = SliceReference(parts.original, parts.mechanisms, slices(parts.original, tokenizer_of(folder)))
     gains = lambda kept: by_group(parts, reference.softmax_gains(heads_of(parts, kept))[0])  # noqa: E731
     return as_table(parts, ranks(by_group(parts, reference.head_damage()), gains))
 
@@ -216,7 +218,7 @@ def layers(parts: Parts, folder: Path) -> Scores:
     from attngap.conversion.joint import geometric_mean
     from attngap.conversion.slices import SliceReference
 
-    reference = SliceReference(parts.original, parts.mechanisms, slices(parts, folder)[:2])
+    reference = SliceReference(parts.original, parts.mechanisms, slices(parts.original, tokenizer_of(folder))[:2])
     every = {(layer, head) for layer, m in parts.mechanisms.items() for head in range(m.heads)}
     found = {}
     for layer in parts.mechanisms:
@@ -229,32 +231,12 @@ def gates(parts: Parts, folder: Path) -> Scores:
     """Our reading of DuoAttention's training (arXiv 2410.10819; FlashMorph, 2606.30562, gates layers likewise).
 
     One gate a group mixes full attention with sinks and window; the distance of what the model makes of the answers to
-    numbers stated long ago, plus a price on open gates, is brought down.
+    numbers stated long ago, plus a price on open gates, is brought down. The model itself is not trained.
     """
-    from attngap.conversion.joint import divergence
-    from attngap.conversion.slices import read_slice
-
-    near = parts.without_features()
-    per = parts.original.config.num_attention_heads // parts.groups
-    pieces = slices(parts, folder)[:2]
-    gate = {layer: torch.ones(parts.groups, requires_grad=True) for layer in near.mechanisms}
-    every = heads_of(parts, [(layer, g) for layer in gate for g in range(parts.groups)])
-    optimizer = torch.optim.Adam(gate.values(), lr=GATE_RATE)
-    parts.original.requires_grad_(False)
-    with torch.no_grad():
-        wanted = [read_slice(parts.original, near.mechanisms, piece, None) for piece in pieces]
-    with torch.enable_grad():
-        for step in range(GATE_STEPS):
-            piece, target = pieces[step % len(pieces)], wanted[step % len(pieces)]
-            # Added to full attention: g - 1 times what it has and sinks and window have not.
-            closed = {i: g.clamp(0, 1).repeat_interleave(per)[:, None].expand(-1, ROWS) - 1 for i, g in gate.items()}
-            out = read_slice(parts.original, near.mechanisms, piece, every, closed)
-            price = GATE_PRICE * torch.stack([g.clamp(0, 1).mean() for g in gate.values()]).mean()
-            loss = divergence(out, target, is_language_model=True)
-            optimizer.zero_grad()
-            (loss + price).backward()
-            optimizer.step()
-    return as_table(parts, {(layer, i): float(x) for layer, g in gate.items() for i, x in enumerate(g)})
+    pieces = slices(parts.original, tokenizer_of(folder))[:2]
+    near = next(iter(parts.mechanisms.values()))
+    found = train_gates(parts.original, list(parts.mechanisms), pieces, near.window, near.sinks)
+    return as_table(parts, {(layer, g): x for layer, each in found.items() for g, x in enumerate(each)})
 
 
 def at_random(parts: Parts, folder: Path) -> Scores:

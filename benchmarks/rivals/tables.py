@@ -214,9 +214,10 @@ def tables(rows: list[dict]) -> list[str]:
 def costs(rows: list[dict]) -> list[str]:
     if not rows:
         return ["", "Not measured yet.", ""]
-    lines = ["", "| | tokens | prompt, s | a token, ms |", "|---|---|---|---|"]
+    lines = ["", "| | tokens | prompt, s | a token, ms | peak memory, MB |", "|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: row["length"]):
-        cols = [row["method"], f"{row['length']:,}", f"{row['prompt']:.1f}", f"{1000 * row['token']:.0f}"]
+        peak = "-" if row.get("peak") is None else f"{row['peak'] / 1e6:,.0f}"
+        cols = [row["method"], f"{row['length']:,}", f"{row['prompt']:.1f}", f"{1000 * row['token']:.0f}", peak]
         lines.append("| " + " | ".join(cols) + " |")
     return [*lines, ""]
 

@@ -1,8 +1,6 @@
 """The comparison's own logic, against plain transformers and by counting."""
 
 import copy
-import importlib
-import itertools
 import json
 import math
 from pathlib import Path
@@ -10,45 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from attngap.errors import AttngapError
 from attngap.heads.passages import language_reference
-from attngap.heads.replacement import build_replacement, window_only
+from attngap.heads.replacement import window_only
 from attngap.models.cache import cache_bytes
-from attngap.models.plan import Replacement
-from attngap.models.positions import layer_positions
 from attngap.models.shapes import layer_shapes
 from tests import zoo
-
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "rivals"
-NAMES = ("asking", "contexts", "presses", "conversions", "scores", "tables")
-
-
-@pytest.fixture(scope="module")
-def rivals():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-
-
-def llama(layers: int = 2) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, max_position_embeddings=256)
-    return LlamaForCausalLM(config).eval()
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def featured(model, window: int):
-    """Replacements with features that were not fitted: enough to see whether states are the right ones."""
-    planned, where = Replacement(feature_map="hedgehog", features=None, window=window, sinks=2), layer_positions(model)
-    return {
-        shape.layer: build_replacement(shape, planned, positions=where[shape.layer])[0] for shape in layer_shapes(model)
-    }
+from tests.benchmark.rival_models import featured, llama, sharp, tokens
 
 
 @torch.no_grad()
@@ -171,36 +138,48 @@ def test_a_length_beyond_the_positions_is_refused_with_the_number(rivals):
         rivals.contexts._check_lengths(llama(), [128, 512])
 
 
-def test_groups_rank_by_when_they_were_dropped(rivals):
-    first = {(layer, g): float(10 * layer + g) for layer in range(10) for g in range(3)}
-    asked = []
-
-    def gains(kept):
-        asked.append(set(kept))
-        return {group: -first[group] for group in kept}  # the order turns round after each look
-
-    found = rivals.scores.ranks(first, gains)
-    assert asked[0] == set(sorted(first, key=first.get)[-12:])
-    assert all(later < earlier for earlier, later in itertools.pairwise(asked))
-    best = sorted(found, key=found.get, reverse=True)
-    assert set(best[: len(asked[-1])]) == asked[-1]
-    assert sorted(found.values()) == [float(i) for i in range(1, 31)]
-
-
-def test_entropy_of_even_rows_is_the_logarithm_of_their_length(rivals):
-    found = rivals.scores.row_entropy(torch.zeros(2, 3, 4), torch.randn(8, 4), 1.0, 5)
-    torch.testing.assert_close(found, torch.tensor([6.0, 7.0, 8.0]).log().expand(2, 3))
+def comparison(rivals, folder: Path) -> tuple:
+    """A small model, its parts, and contexts of one length with their questions."""
+    model = sharp(llama())
+    made = [
+        {"kind": "text", "length": 100, "example": i, "context": tokens(100, i), "questions": [["text", [1], [2, 3]]]}
+        for i in range(2)
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / rivals.asking.CONTEXTS).write_text("".join(json.dumps(row) + "\n" for row in made))
+    (folder / "our-scores.json").write_text(json.dumps({"groups": [[4.0, 3.0], [2.0, 1.0]], "seconds": 1}))
+    chosen = {"100": {"0.5": [{"window": 8, "features": False}], "0.9": [{"window": 16, "features": True}]}}
+    (folder / "forms.json").write_text(json.dumps(chosen))
+    asked = {"output": folder, "lengths": [100], "budgets": [0.9, 0.5], "examples": 2, "kinds": ["text"]}
+    return rivals.conversions.Parts(model, featured(model, 8), None), SimpleNamespace(
+        model="", window=None, only=["attngap", "attngap, throughout"], **asked
+    )
 
 
-def test_a_group_that_nothing_reads_is_not_missed_when_silenced(rivals):
-    model = llama()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0  # the first of two groups of two heads
-    ids = torch.tensor([tokens(40)])
-    asked = torch.arange(40) > 30
-    whole = rivals.scores.answered(model, ids, asked, None, 2)
-    assert rivals.scores.answered(model, ids, asked, (1, 0), 2) == pytest.approx(whole, abs=1e-6)
-    assert rivals.scores.answered(model, ids, asked, (1, 1), 2) != pytest.approx(whole, abs=1e-6)
+def test_a_stopped_comparison_goes_on_where_it_stopped_and_comes_to_the_same(rivals, tmp_path, monkeypatch):
+    monkeypatch.setattr(rivals.conversions, "load_parts", lambda *args: parts)
+    found = {}
+    for name, stops in (("whole", ()), ("stopped", (1, 3, 4))):
+        parts, options = comparison(rivals, tmp_path / name)
+        add, asked = rivals.asking.Answers.add, []
+
+        def count(self, method, budget, row, *, add=add, asked=asked, stops=stops, **scores):
+            asked.append((method, budget, row["example"]))
+            if len(asked) in stops:
+                raise KeyboardInterrupt
+            add(self, method, budget, row, **scores)
+
+        monkeypatch.setattr(rivals.asking.Answers, "add", count)
+        for _ in stops:
+            with pytest.raises(KeyboardInterrupt):
+                rivals.conversions.ours(options)
+        rivals.conversions.ours(options)
+        monkeypatch.setattr(rivals.asking.Answers, "add", add)
+        lines = rivals.asking.read_lines(tmp_path / name / rivals.asking.ANSWERS)
+        found[name] = {(r["method"], r["budget"], r["example"]): (r["share"], r["scores"]) for r in lines}
+        assert len(found[name]) == len(lines) == 2 * (1 + 2 + 1)  # the original, two budgets, once throughout
+        assert len(asked) == len(lines) + len(stops)
+    assert found["whole"] == found["stopped"]
 
 
 def rows(method: str, score, divergence: float) -> list[dict]:

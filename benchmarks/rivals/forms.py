@@ -1,0 +1,59 @@
+"""What a budget is best spent on: how wide a window replaced groups hold, and whether with features or without.
+
+The less a replaced group holds, the more groups can keep everything. Each form is judged at the number of groups it
+leaves room for, on slices of calibration text of the length: by the geometric mean of its divergences where numbers
+are asked for, on a repeated sequence and on text, so that halving the damage to recall counts as much as halving that
+to text. No context of the tables takes part.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from conversions import FORMS, Form, Parts, best, load_parts, read_scores
+from scores import heads_of, slices, tokenizer_of
+
+WINDOWS = (16, 32, 64, 128)
+SEED = 21  # scores of heads read other passages
+
+
+def forms(options: argparse.Namespace) -> None:
+    """Judge every form at every budget and length that is not judged yet, and note the best."""
+    parts = load_parts(options.output, options.model, None)
+    scores = read_scores(options.output, "our")
+    if scores is None:
+        raise SystemExit("Forms need scores of heads first: python benchmarks/rivals scores")
+    tokenizer, path = tokenizer_of(options.output), options.output / FORMS
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for length in options.lengths:
+        missing = [budget for budget in options.budgets if str(budget) not in found.get(str(length), {})]
+        if not missing:
+            continue
+        pieces = slices(parts.original, tokenizer, facts=length, text=length, seed=SEED)
+        judged = judge(parts, scores, pieces, missing, length)
+        found.setdefault(str(length), {}).update({str(budget): rows for budget, rows in judged.items()})
+        path.write_text(json.dumps(found, indent=1))
+        for budget, rows in judged.items():
+            print(length, budget, rows[0] if rows else "nothing is small enough", flush=True)
+
+
+def judge(
+    parts: Parts, scores: list[list[float]], pieces: Sequence[Any], budgets: Sequence[float], length: int
+) -> dict[float, list[dict[str, Any]]]:
+    """The forms that fit each budget, the best first."""
+    from attngap.conversion.joint import geometric_mean
+    from attngap.conversion.slices import SliceReference
+
+    found: dict[float, list[dict[str, Any]]] = {budget: [] for budget in budgets}
+    for form in (Form(window, features) for window in WINDOWS for features in (True, False)):
+        shaped = form.of(parts)
+        reference = SliceReference(shaped.original, shaped.mechanisms, pieces)
+        for budget in budgets:
+            count = shaped.affordable(budget, length)
+            if count < 0:
+                continue
+            losses = reference.divergence(heads_of(shaped, best(shaped, scores, count)))
+            row = {**form._asdict(), "groups": count, "divergence": [round(x, 5) for x in losses.tolist()]}
+            found[budget].append(row | {"mean": round(geometric_mean(losses), 5)})
+    return {budget: sorted(rows, key=lambda row: row["mean"]) for budget, rows in found.items()}
