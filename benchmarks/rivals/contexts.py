@@ -62,12 +62,12 @@ def make(kind: str, tokenizer, text: str, length: int, example: int) -> dict:
 
 def woven(w, example: int) -> tuple[list[int], list[tuple[str, list[int], list[int]]]]:
     """Real text with a code, the numbers of some places and a passage to remember, and the text that follows it."""
-    from attngap.longcontext.tasks import COPIED, HINT, PLACES, spread
+    from attngap.longcontext.tasks import COPIED, HINT, PLACES, spaced_out
     from attngap.longcontext.writing import Question
 
     code, pairs = w.number(), [(place, w.number()) for place in w.rng.sample(PLACES, NEEDLES)]
     said = [(DEPTHS[example % len(DEPTHS)], f"\n\nRemember: the pass code is {code}.\n\n")]
-    said += spread(w, [f"\n\nRemember: the secret number of {place} is {number}.\n\n" for place, number in pairs])
+    said += spaced_out(w, [f"\n\nRemember: the secret number of {place} is {number}.\n\n" for place, number in pairs])
     lines = w.filler(COPIED + HINT)
     copied = w.encode("\n\nHere is a passage to remember:\n") + lines + w.encode("\n\n")
     again = w.encode("\n\nHere is the passage to remember once more:\n") + lines[:HINT]
