@@ -132,6 +132,9 @@ def show(part: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all of them unless some are named")
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # for the workers: threads of one wait for each other on a busy machine
     parser.add_argument("--show", action="store_true", help="print what was found and run nothing")
     asked = parser.parse_args()
     if unknown := [part for part in asked.parts if part not in PARTS]:

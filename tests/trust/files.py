@@ -1,32 +1,21 @@
-"""Every kind of file that is read, damaged: read as it is or refused in one line, within seconds and a bounded memory.
-
-A file that is hashed must not be read as something else either: where a damaged one is accepted, the model computes
-what it computed before.
-"""
+"""Every kind of file that is read: a whole one, and what reads it. How it is damaged: `damage.py`."""
 
 import contextlib
-import dataclasses
 import functools
+import hashlib
 import json
 import os
-import random
-import resource
 import shutil
-import signal
 import sqlite3
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 
 import attngap
 from attngap.conversion.receipt import Receipt
 from attngap.diagnosis.result import Diagnosis
-from attngap.errors import AttngapError
 from attngap.heads.passages import read as read_text
 from attngap.longcontext.suite import Score, Suite, load_suite
 from attngap.longcontext.suite import _read as read_answers
@@ -41,12 +30,10 @@ from attngap.storage.checkpoint import Checkpoint
 from attngap.storage.runs import Runs
 from tests import made_up
 from tests.conversion.small import plan
-from tests.trust.mutations import mutate
+from tests.trust.damage import Kind, damaged
 from tests.trust.outcome import Outcome
 from tests.zoo import mechanisms, tiny, tokenizer
 
-SECONDS = 20  # for one file; none takes one on an idle machine
-MEMORY = 2_000_000_000  # bytes that reading damaged files may add to a process
 TOKENS = torch.arange(1, 31)[None]
 SWEEP = """
 name = "small"
@@ -60,76 +47,11 @@ train = {steps = 10}
 """
 
 
-@dataclasses.dataclass
-class Kind:
-    """A file, what reads it, and what must come out if it is read at all (None: anything)."""
-
-    path: Path
-    read: Callable[[], Any]
-    expected: Any = None
-    head: int | None = None  # only so many bytes are damaged: behind them any bytes are right
-
-
 def damage(name: str, number: int, seed: int) -> Outcome:
     """Read `number` damaged versions of this kind of file; what is neither read nor refused is a fault."""
     with tempfile.TemporaryDirectory() as folder:
         kind = KINDS[name](Path(folder))
         return damaged(name, kind, number, seed)
-
-
-def damaged(name: str, kind: Kind, number: int, seed: int) -> Outcome:
-    outcome, draw = Outcome(), random.Random(f"{name} {seed}")
-    whole = kind.path.read_bytes()
-    kind.read()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # A damaged name may be one that a hub is asked for: nobody is asked here.
-    with warnings.catch_warnings(), mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
-        warnings.simplefilter("ignore")
-        for i in range(number):
-            kind.path.write_bytes(mutate(whole[: kind.head], draw) + (whole[kind.head :] if kind.head else b""))
-            fault = _fault(kind)
-            outcome.count(name)
-            if fault:
-                outcome.faults.append(f"{name}, file {i} of seed {seed}: {fault}")
-    kind.path.write_bytes(whole)
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    if grown > MEMORY:
-        outcome.faults.append(f"{name}, seed {seed}: memory grew by {grown / 1e9:.1f} GB")
-    return outcome
-
-
-def _fault(kind: Kind) -> str | None:
-    try:
-        with in_time(SECONDS):
-            found = kind.read()
-    except AttngapError as error:
-        said = str(error)
-        return f"more than a line: {said!r}" if "\n" in said.strip() or not said else None
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    if kind.expected is not None and not torch.equal(found, kind.expected):
-        return "read as something else"
-    return None
-
-
-class TooLongError(BaseException):
-    """Nobody catches it by chance: TimeoutError would pass for an error of the disk."""
-
-
-@contextlib.contextmanager
-def in_time(seconds: float) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise TooLongError(f"not read after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def converted(folder: Path) -> Path:
@@ -210,7 +132,16 @@ def reported(folder: Path, *, name: str) -> Kind:
     samples = {"schema": "attngap.samples/1", "model": {"name": "tiny"}, "prompt": "p", "texts": texts}
     (folder / "samples.json").write_text(json.dumps(samples | {"provenance": made_up.PROVENANCE}))
     made_up.runs(folder / "runs.db")
-    return Kind(folder / name, lambda: report_page(results.read([folder])))
+    made: set[str] = set()  # a page follows from what was read, so what was read before needs no page again
+
+    def read() -> None:
+        found = results.read([folder])
+        pictures = hashlib.sha256((folder / "patterns.npz").read_bytes()).hexdigest()
+        if (key := f"{found} {pictures}") not in made:
+            report_page(found)
+            made.add(key)
+
+    return Kind(folder / name, read)
 
 
 def shelf(folder: Path) -> Kind:
@@ -248,10 +179,15 @@ def gguf(folder: Path) -> Kind:
 
 def piece(folder: Path) -> Kind:
     """A damaged piece is dropped with a word: None comes back."""
-    store = Checkpoint(folder, {"model": "tiny"})
-    store.put("layer-0", {"weight": torch.ones(3, 4), "steps": torch.tensor(3)})
+    store, whole = Checkpoint(folder, {"model": "tiny"}), torch.ones(3, 4)
+    store.put("layer-0", {"weight": whole, "steps": torch.tensor(3)})
     (path,) = folder.glob("*.piece")
-    return Kind(path, lambda: Checkpoint(folder, {"model": "tiny"}).get("layer-0"))
+
+    def read() -> torch.Tensor:
+        found = Checkpoint(folder, {"model": "tiny"}).get("layer-0")
+        return whole if found is None else found["weight"]
+
+    return Kind(path, read, whole)
 
 
 def training_checkpoint(folder: Path) -> Kind:
@@ -265,7 +201,15 @@ def training_checkpoint(folder: Path) -> Kind:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     training.save(path, model, optimizer, training.Progress(step=7, curve=[(1, 0.5, 0.25)]))
-    return Kind(path, lambda: training.load(path, *fresh()))
+    whole = model.state_dict()["weight"].clone()
+
+    def read() -> torch.Tensor:
+        """The weights that were saved; those of a damaged checkpoint count as such, since it is dropped."""
+        model, optimizer = fresh()
+        found = training.load(path, model, optimizer)
+        return whole if found is None else model.state_dict()["weight"]
+
+    return Kind(path, read, whole)
 
 
 def suite(folder: Path) -> Kind:

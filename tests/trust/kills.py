@@ -1,8 +1,9 @@
 """Runs that are killed, or whose disk is full, at every step on disk: the same command then gives the same result.
 
-A process that has everything loaded is forked for each run, so that one takes a second. In the child an audit hook
-counts what happens to the folder of results: a file opened for writing, renamed or removed, a folder made or removed.
-At a given count the child is killed as by `kill -9`, or no file may grow from there on, as on a full disk.
+A process that has done everything once, and so has it loaded and compiled, is forked for each run, so that one takes
+half a second. In the child an audit hook counts what happens to the folder of results: a file opened for writing,
+renamed or removed, a folder made or removed. At a given count the child is killed as by `kill -9`, or no file may grow
+from there on, as on a full disk.
 """
 
 import contextlib
@@ -21,13 +22,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from typer.testing import CliRunner
 
 from tests.conversion.small import TEXT
 from tests.trust.outcome import Outcome
 from tests.zoo import tiny, tokenizer
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
-PATIENCE = 120  # seconds for a run that takes one
+PATIENCE = 600  # seconds for a run that takes half a second of a processor, which others may keep busy
+ENDED = (0, -signal.SIGKILL, -signal.SIGPROF)  # as it should, or by a signal of ours
 QUICK = ("--context", "64", "--tokens", "448", "--steps", "4", "--joint", "3", "--rounds", "1", "--no-measure")
 QUICK += ("--window", "8", "--sinks", "2", "--keep", "0.25", "--granularity", "head")
 VERBS = {
@@ -42,13 +45,14 @@ class Ended:
     code: int  # negative: the signal that ended it
     said: str
     events: int
+    seconds: float  # of the processor
 
 
 class Bench:
     """A folder with a tiny model, a text, and what each verb makes of them when nothing disturbs it."""
 
     def __init__(self, folder: Path, verbs: Iterable[str] = tuple(VERBS)):
-        import attngap.cli.app  # noqa: F401  before forking
+        import attngap.cli.app
 
         self.folder = folder
         model, words = tiny(), tokenizer()
@@ -57,6 +61,10 @@ class Bench:
         (folder / "text.txt").write_text(TEXT)
         self.expected: dict[str, dict[str, Any]] = {}
         self.events: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        for verb in ("diagnose", "linearize"):  # in this process: its children have all code loaded
+            warm = CliRunner().invoke(attngap.cli.app.app, self.words(verb, self.place(verb, "warm")))
+            assert warm.exit_code == 0, warm.exception
         old = self.run("linearize", folder / "old", seed=1)
         assert old.code == 0, old.said
         for verb in verbs:
@@ -64,6 +72,12 @@ class Bench:
             ended = self.run(verb, out)
             assert ended.code == 0, ended.said
             self.expected[verb], self.events[verb] = content(out), ended.events
+            self.seconds[verb] = ended.seconds
+
+    def words(self, verb: str, out: Path, seed: int = 0) -> list[str]:
+        """The command of a verb."""
+        places = {"model": self.folder / "model", "text": self.folder / "text.txt", "out": out}
+        return [*(word.format(**places) for word in VERBS[verb]), "--seed", str(seed)]
 
     def place(self, verb: str, name: str) -> Path:
         """A folder to write into; what is to be overwritten is there already, made with another seed."""
@@ -74,17 +88,15 @@ class Bench:
         return out
 
     def run(self, verb: str, out: Path, at: Callable[[int], None] | None = None, after: float = 0, seed: int = 0):
-        """The verb in a child of its own; `at(n)` is called there before event n, and `after` seconds it is killed."""
-        words = [
-            word.format(model=self.folder / "model", text=self.folder / "text.txt", out=out) for word in VERBS[verb]
-        ]
-        return forked(lambda: command([*words, "--seed", str(seed)]), out, at, after)
+        """The verb in a child; `at(n)` is called there before event n, `after` seconds of the processor it is ended."""
+        words = self.words(verb, out, seed)
+        return forked(lambda: command(words), out, at, after)
 
     def disturbed(self, verb: str, name: str, at: Callable[[int], None] | None = None, after: float = 0) -> str | None:
         """Disturb a run, start it again, and compare: what is wrong, or None."""
         out = self.place(verb, name)
         first = self.run(verb, out, at, after)
-        if first.code not in (0, -signal.SIGKILL) and (first.code != 2 or "Traceback" in first.said):
+        if first.code not in ENDED and (first.code != 2 or "Traceback" in first.said):
             return f"it ended with {first.code} and said {first.said!r}"
         again = first
         for _ in range(2):  # a folder that had been finished is refused as "already holds": that is an answer, too
@@ -112,6 +124,8 @@ def forked(work: Callable[[], None], watched: Path, at: Callable[[int], None] | 
         os.dup2(told, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         seen = watch(str(watched), at)
+        if after:
+            signal.setitimer(signal.ITIMER_PROF, after)  # nobody handles its signal, so that it ends the process
         code = 1
         try:
             work()
@@ -127,14 +141,14 @@ def forked(work: Callable[[], None], watched: Path, at: Callable[[int], None] | 
         os._exit(code)
     os.close(told)
     os.close(counter)
-    ends = time.monotonic() + (after or PATIENCE)
+    ends = time.monotonic() + PATIENCE
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < ends:
-        time.sleep(0.002)
+        time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+    _, status, used = os.wait4(child, 0)
     said, events = (open(pipe, "rb").read().decode() for pipe in (heard, counted))  # noqa: SIM115
-    return Ended(os.waitstatus_to_exitcode(status), said, int(events or 0))
+    return Ended(os.waitstatus_to_exitcode(status), said, int(events or 0), used.ru_utime + used.ru_stime)
 
 
 def command(words: list[str]) -> None:
@@ -220,7 +234,7 @@ def disturb(bench: Bench, verb: str, how: str, step: int) -> Outcome:
     elif how == "disk full":
         wrong = bench.disturbed(verb, name, full_from(event, draw.choice((0, 1, 100, 4096))))
     else:
-        wrong = bench.disturbed(verb, name, after=draw.uniform(0.01, 1.5))
+        wrong = bench.disturbed(verb, name, after=draw.uniform(0.01, bench.seconds[verb]))
     outcome.count(f"{verb}, {how}")
     if wrong:
         outcome.faults.append(f"{verb}, {how}, step {event} of {bench.events[verb]}: {wrong}")

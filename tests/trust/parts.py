@@ -11,8 +11,8 @@ from tests.trust.outcome import Outcome
 
 Unit = tuple[Any, ...]  # plain values: a unit is also its own name
 FILES = 100  # damaged files in a unit
-# Damaged files by kind; others get FEW. What takes a tenth of a second or more gets fewer.
-MANY, FEW = 4_000, 300
+# Damaged files by kind; others get FEW: they take a tenth of a second.
+MANY, FEW = 4_000, 200
 CHEAP = ("plan", "receipt", "diagnosis", "sweep file", "run database", "piece of a run", "training checkpoint")
 CHEAP += ("results of a suite", "answers of a suite", "text")
 SOME = {

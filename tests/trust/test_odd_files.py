@@ -14,7 +14,8 @@ from attngap.models.plan import Plan
 from attngap.probes.sweep import load_sweep
 from attngap.report import results
 from tests import made_up
-from tests.trust.files import SECONDS, SWEEP, converted, in_time
+from tests.trust.damage import SECONDS, in_time
+from tests.trust.files import SWEEP, converted
 
 
 @pytest.mark.parametrize(

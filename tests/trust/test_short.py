@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attngap.ops import native
-from tests.trust import fences, files, kills, million, numerics
+from tests.trust import damage, fences, files, kills, million, numerics
 from tests.trust.outcome import Outcome
 from tests.trust.parts import PARTS
 
@@ -48,8 +48,8 @@ def test_damaged_files_are_read_or_refused(kind):
 def test_a_reader_that_fails_is_noticed(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": 1}')
-    broken = files.Kind(path, lambda: {"a": 1}[path.read_text()[2:3]])
-    assert "KeyError" in files.damaged("broken", broken, 20, 0).faults[0]
+    broken = damage.Kind(path, lambda: {"a": 1}[path.read_text()[2:3]])
+    assert "KeyError" in damage.damaged("broken", broken, 20, 0).faults[0]
 
 
 @pytest.mark.parametrize("number", range(3))

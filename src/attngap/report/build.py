@@ -17,10 +17,13 @@ def report_page(results: Results, title: str | None = None) -> str:
     """One page from everything that was read; a file that says it is ours and is not as we write it is one line."""
     try:
         return _page(results, title)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except AttngapError:
+        raise
+    except Exception as error:  # of any kind: Altair has its own for what cannot be drawn
+        why = (str(error).splitlines() or [""])[0]
         files = ", ".join(f"'{result.path}'" for result in results.results)
         raise AttngapError(
-            f"A result is not as attngap writes it ({type(error).__name__}: {error}), one of {files}. "
+            f"A result is not as attngap writes it ({type(error).__name__}: {why}), one of {files}. "
             "Run the command that wrote it again"
         ) from error
 
