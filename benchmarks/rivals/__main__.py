@@ -8,8 +8,7 @@
     kvpress/bin/pip install kvpress "transformers<5.3"
     kvpress/bin/python benchmarks/rivals kvpress --text book.txt -o rivals
     python benchmarks/rivals ours fast -o rivals
-    attngap linearize smollm2 --mechanism hedgehog --window 64 --lora 8 --keep 0.15 -o lolcats
-    python benchmarks/rivals converted lolcats --name "LoLCATs-style conversion, throughout" -o rivals
+    python benchmarks/rivals lolcats -o rivals                                              # our reading of it
     python benchmarks/rivals choices fast --lengths 2048 -o rivals
     kvpress/bin/python benchmarks/rivals kvpress_costs --lengths 4096 -o rivals
     python benchmarks/rivals our_costs fast --lengths 4096 -o rivals
@@ -32,6 +31,7 @@ STEPS = {
     "forms": "forms",
     "kvpress": "presses",
     "ours": "conversions",
+    "lolcats": "lolcats",
     "converted": "conversions",
     "choices": "scores",
     "kvpress_costs": "costs",

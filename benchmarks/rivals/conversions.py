@@ -25,7 +25,6 @@ OURS, THROUGHOUT = "attngap", "attngap, throughout"
 OUR_FORM_THEIR_HEADS, RANDOM = "our form, DuoAttention's heads", "our form, random heads"
 FEATURED, WINDOW_FORM = "features in every replaced group, our heads", "sinks + window, our heads"
 WINDOW_ALL = "sinks + window, all heads, throughout"
-LOLCATS = "LoLCATs-style conversion, throughout"
 FORMS = "forms.json"
 Group = tuple[int, int]  # layer, key head
 
