@@ -12,6 +12,7 @@
     python benchmarks/rivals choices fast --lengths 2048 -o rivals
     kvpress/bin/python benchmarks/rivals kvpress_costs --lengths 4096 -o rivals
     python benchmarks/rivals our_costs fast --lengths 4096 -o rivals
+    python benchmarks/rivals encoder minilm --text mail.txt -o rivals                       # an encoder's heads
     python benchmarks/rivals document --page docs/rivals.md -o rivals
 
 kvpress needs an older transformers, hence an environment of its own; this folder runs in both. A context is compressed
@@ -36,6 +37,7 @@ STEPS = {
     "choices": "scores",
     "kvpress_costs": "costs",
     "our_costs": "costs",
+    "encoder": "encoders",
     "document": "tables",
 }
 

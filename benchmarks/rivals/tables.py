@@ -12,6 +12,7 @@ from pathlib import Path
 from asking import ANSWERS, read_lines
 from conversions import OURS
 from costs import COSTS
+from encoders import ENCODERS
 from presses import ORIGINAL
 from scores import CHOICE
 
@@ -173,6 +174,7 @@ def document(options: argparse.Namespace) -> None:
         "tables": tables([row for row in rows if not row["method"].startswith(CHOICE)]),
         "costs": costs(read_lines(options.output / COSTS)),
         "choices": choices(rows, options.output),
+        "encoders": encoders(options.output),
     }
     if options.page is None:
         print("\n\n".join("\n".join(lines) for lines in parts.values()))
@@ -254,6 +256,23 @@ def choices(rows: list[dict], folder: Path) -> list[str]:
             low, high = (min(1.0, max(0.0, end)) for end in mine[share]["interval"])
             cols.append(f"{mine[share]['recall']:.0%} ({low:.0%}-{high:.0%})")
         cols += [f"{mine[share]['divergence']:.3f}" for share in shares]
+        lines.append("| " + " | ".join(cols) + " |")
+    return [*lines, ""]
+
+
+def encoders(folder: Path) -> list[str]:
+    """How far embeddings turn, in thousandths of 1 - cosine, with the standard error."""
+    path = folder / ENCODERS
+    if not path.exists():
+        return ["", "Not measured yet.", ""]
+    rows = json.loads(path.read_text())["rows"]
+    shares = sorted({row["share"] for row in rows})
+    lines = ["", "| score of heads | CPU seconds | " + " | ".join(f"{share:.0%} kept" for share in shares) + " |"]
+    lines.append("|---" * (2 + len(shares)) + "|")
+    for name in dict.fromkeys(row["score"] for row in rows):
+        mine = sorted((row for row in rows if row["score"] == name), key=lambda row: row["share"])
+        cols = [LABELS[name], f"{sum(row['seconds'] for row in mine):.0f}"]
+        cols += [f"{1000 * row['turned']:.2f} ± {1000 * row['error']:.2f}" for row in mine]
         lines.append("| " + " | ".join(cols) + " |")
     return [*lines, ""]
 

@@ -7,7 +7,19 @@ from types import SimpleNamespace
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "rivals"
-NAMES = ("asking", "contexts", "presses", "conversions", "scores", "gates", "forms", "costs", "lolcats", "tables")
+NAMES = (
+    "asking",
+    "contexts",
+    "presses",
+    "conversions",
+    "scores",
+    "gates",
+    "forms",
+    "costs",
+    "lolcats",
+    "encoders",
+    "tables",
+)
 
 
 @pytest.fixture(scope="module")
