@@ -67,6 +67,25 @@ def test_baselines_of_other_passages_have_a_table_of_their_own(tmp_path):
     assert "random heads" in {row["part"] for row in tables["quality-table"].rows}
 
 
+def test_of_several_conversions_headline_and_pictures_are_of_one(tmp_path):
+    """The headline was once of the first folder and the first picture of the one that kept least."""
+    rows = [
+        {"length": 1024, "part": part, "perplexity_ratio": ratio}
+        for part, ratio in (("original", 1.0), ("converted", 1.07))
+    ]
+    made_up.receipt(tmp_path / "a", kept=12, by_length=rows)
+    made_up.receipt(tmp_path / "b", kept=3, by_length=made_up.by_length((1024,)))
+    results = read([tmp_path])
+    assert from_receipt(results.of("receipt")[0].content, "a")[0].startswith("a: Keep softmax on 12 of 24 heads")
+    quality, speed = conversion_sections(results)[:2]
+    (first, *_) = [block for block in quality.blocks if isinstance(block, Chart)]
+    assert first.title == "Quality at 1,024 tokens, a"
+    drawn = json.loads(first.spec["data"]["values"])
+    assert [row["value"] for row in drawn] == [1.0, 1.07]
+    assert speed.blocks[0].title == "Decoding speed, a"
+    assert "a: Keep softmax on 12 of 24 heads" in report_page(results)
+
+
 def test_one_thing_has_one_name(tmp_path):
     names = {row["part"] for row in fitted(receipt(tmp_path).content)}
     assert "sinks + window only" not in names
@@ -112,11 +131,8 @@ def test_orders_and_units_are_named_alike_everywhere(tmp_path):
     assert page.count("Second-order") == 2
     found = [fact for fact in facts(Result("receipt", tmp_path, content)) if fact.label.startswith("cache")]
     assert [fact.detail for fact in found] == ["160 → 20 MB"]
-    (table,) = [
-        block
-        for block in speed_section([Result("receipt", tmp_path / "r.json", content)]).blocks
-        if isinstance(block, Table)
-    ]
+    one = Result("receipt", tmp_path / "r.json", content)
+    (table,) = [block for block in speed_section([one], one).blocks if isinstance(block, Table)]
     assert {row["cache_mb"] for row in table.rows} == {8.0, 20.0, 40.0, 160.0}
 
 

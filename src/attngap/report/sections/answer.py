@@ -5,24 +5,28 @@ from typing import Any
 from attngap.probes.summary import summarize
 from attngap.report.results import Result, Results
 from attngap.report.sections.heads import damage_line, head_rows
-from attngap.report.sections.receipts import at_longest, longest
+from attngap.report.sections.plan import chosen_point, figures, said
+from attngap.report.sections.receipts import at_longest, longest, which
 
 
 def answer(results: Results) -> list[str]:
     """A measured conversion answers best; then a plan; then a diagnosis; then probes; then theory."""
     if receipts := results.of("receipt"):
-        return from_receipt(receipts[0].content)
+        return from_receipt(receipts[0].content, which(receipts[0], receipts))
     if diagnoses := results.of("diagnosis"):
         return from_diagnosis(diagnoses[0], results.of("plan"))
+    if plans := results.of("plan"):
+        return from_plan(plans[0].content)
     if results.runs:
         return from_probes(results)
     return from_phase(results.of("phase"))
 
 
-def from_receipt(content: dict[str, Any]) -> list[str]:
+def from_receipt(content: dict[str, Any], name: str = "") -> list[str]:
     replaced = content["heads"] - content["kept"]
     kept = f"{content['kept']} of {content['heads']} heads"
-    first = f"Keep softmax on {kept}; the other {replaced} work with a state of fixed size."
+    said = f"Keep softmax on {kept}; the other {replaced} work with a state of fixed size."
+    first = f"{name}: {said}" if name else said
     parts = []
     if shown := at_longest(content, "perplexity_ratio"):
         length, here = shown
@@ -61,6 +65,15 @@ def from_diagnosis(result: Result, plans: list[Result]) -> list[str]:
         far = sum(head["far"] > 0.2 for head in heads)
         return [first, f"Statistics only: {far} of {len(heads)} heads put more than 20% of their mass far away."]
     return [first, *(line for line in lines if line)]
+
+
+def from_plan(content: dict[str, Any]) -> list[str]:
+    total = content["model"]["layers"] * content["model"]["heads"]
+    kept = len(content["keep"])
+    first = f"Keep softmax on {kept} of {total} heads; the other {total - kept} are to be replaced."
+    if not content.get("curve") or not figures(content):
+        return [first, "What that costs was not predicted: measure it after converting."]
+    return [first, said(chosen_point(content), max(point["kept"] for point in content["curve"]))]
 
 
 def from_probes(results: Results) -> list[str]:

@@ -8,7 +8,7 @@ from attngap.report.page import Block, Chart, Column, Section, Table
 from attngap.report.results import Result, Results
 from attngap.report.sections.notes import notes
 from attngap.report.sections.plan import plan_sections
-from attngap.report.sections.receipts import HELD_OUT, SAME, by_length, filled, fitted, measurements
+from attngap.report.sections.receipts import HELD_OUT, SAME, by_length, filled, fitted, measurements, which
 from attngap.report.sections.speed import speed_section
 
 Row = dict[str, Any]
@@ -34,16 +34,18 @@ QUALITY = (
 
 
 def conversion_sections(results: Results) -> list[Section]:
-    receipts = sorted(results.of("receipt"), key=lambda result: result.content["kept"] / result.content["heads"])
+    given = results.of("receipt")
+    receipts = sorted(given, key=lambda result: result.content["kept"] / result.content["heads"])
     found = []
     if receipts:
-        found.append(_quality(receipts))
+        found.append(_quality(receipts, given[0]))
         if any(receipt.content.get("speed") for receipt in receipts):
-            found.append(speed_section(receipts))
+            found.append(speed_section(receipts, given[0]))
     return found + plan_sections(results)
 
 
-def _quality(receipts: Sequence[Result]) -> Section:
+def _quality(receipts: Sequence[Result], first: Result) -> Section:
+    """Of `first`, the one that the page's headline is about, how it holds with length; of all, the figures."""
     rows = [
         {"folder": str(receipt.path.parent), "kept": _share(receipt, row["part"]), "text": text, **row}
         for receipt in receipts
@@ -51,7 +53,7 @@ def _quality(receipts: Sequence[Result]) -> Section:
         for row in found
     ]
     blocks: list[Block] = []
-    if chart := _against_length(receipts[0]):
+    if chart := _against_length(first, which(first, receipts)):
         blocks.append(chart)
     if len(receipts) > 1 and (chart := _against_kept([row for row in rows if row["text"] == HELD_OUT])):
         blocks.append(chart)
@@ -79,8 +81,8 @@ def _baselines(receipts: Sequence[Result]) -> list[Row]:
     ]
 
 
-def _against_length(receipt: Result) -> Chart | None:
-    """The first picture of the page: does the conversion hold as the text grows?"""
+def _against_length(receipt: Result, name: str) -> Chart | None:
+    """The first picture of the page: does the conversion hold as the text grows? With its `name` if there are more."""
     measured, positions = by_length(receipt.content), receipt.content.get("positions")
     beyond = _off_scale(measured)
     rows = [row for row in measured if row["part"] not in beyond]
@@ -104,6 +106,7 @@ def _against_length(receipt: Result) -> Chart | None:
         see += f" Off this scale: {part}, with a perplexity up to {worst:,.0f} times the original's."
     alt = "Quality of the original, the conversion and its parts, against the length of the text"
     title = "Quality against length" if len(lengths) > 1 else f"Quality at {lengths[0]:,} tokens"
+    title += f", {name}" if name else ""
     return Chart("quality", title, alt, next(iter(specs.values())), see, specs, "Measure")
 
 

@@ -94,6 +94,11 @@ def _without_use(content: Row) -> int | None:
     )
 
 
+def which(receipt: Result, receipts: Sequence[Result]) -> str:
+    """The name of its folder, where a page has more than one conversion to tell apart."""
+    return receipt.path.absolute().parent.name if len(receipts) > 1 else ""
+
+
 def facts(receipt: Result) -> list[Fact]:
     """The numbers a person decides on, each with the length it was measured at."""
     content = receipt.content

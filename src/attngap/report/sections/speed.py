@@ -6,7 +6,7 @@ from typing import Any
 from attngap.charts import conversion as charts
 from attngap.report.page import Block, Chart, Column, Section, Table
 from attngap.report.results import Result
-from attngap.report.sections.receipts import filled
+from attngap.report.sections.receipts import filled, which
 
 Row = dict[str, Any]
 SPEED = (
@@ -19,7 +19,8 @@ SPEED = (
 )
 
 
-def speed_section(receipts: Sequence[Result]) -> Section:
+def speed_section(receipts: Sequence[Result], first: Result) -> Section:
+    """Curves of `first`, or of the first that was timed; the table has all."""
     rows = [
         entry | {"folder": str(receipt.path.parent), "part": part, "cache_mb": entry["cache_bytes"] / 1e6}
         for receipt in receipts
@@ -27,7 +28,9 @@ def speed_section(receipts: Sequence[Result]) -> Section:
         for entry in entries
     ]
     rows.sort(key=lambda row: row["context"])  # stable: at each context the original comes first
-    shown = [row for row in rows if row["folder"] == rows[0]["folder"]]
+    timed = first if first.content.get("speed") else next(each for each in receipts if each.content.get("speed"))
+    shown = [row for row in rows if row["folder"] == str(timed.path.parent)]
+    name = f", {which(timed, receipts)}" if len(receipts) > 1 else ""
     pairs = {
         name: [(row["context"], row["decode"]) for row in shown if row["part"] == name]
         for name in ("original", "converted")
@@ -40,14 +43,14 @@ def speed_section(receipts: Sequence[Result]) -> Section:
     charted: list[Block] = [
         Chart(
             "decode",
-            "Decoding speed",
+            f"Decoding speed{name}",
             "Tokens per second against context for the original and the converted model",
             charts.against_context(speed, "tokens per second", between).to_dict(),
             _who_leads(pairs, between) + " One run on one machine; ratios carry over better than seconds do.",
         ),
         Chart(
             "cache",
-            "Cache memory",
+            f"Cache memory{name}",
             "Megabytes of cache against context for the original and the converted model",
             charts.against_context(memory, "cache, MB").to_dict(),
             "The original's cache grows with every token; of the conversion's only what kept heads read does.",
@@ -56,7 +59,7 @@ def speed_section(receipts: Sequence[Result]) -> Section:
     several = len({row["context"] for row in shown}) > 1  # two dots in a frame say less than the table below
     blocks = [*(charted if several else []), Table("speed-table", "Speed and memory", filled(SPEED, rows), rows)]
     lead = "Original and converted in the same run, one after the other at each context."
-    positions = receipts[0].content.get("positions")
+    positions = timed.content.get("positions")
     if positions and max(row["context"] for row in shown) > positions:
         lead += (
             f" Contexts beyond the model's own {positions:,} positions show speed only: its text is worthless there."
