@@ -79,12 +79,17 @@ def test_showing_mechanisms_loads_no_torch():
 
 @pytest.mark.parametrize(
     ("verb", "line"),
-    [("probe", "attngap: stopped. The same command goes on from here.\n"), ("serve", "attngap: stopped.\n")],
+    [
+        ("probe", "attngap: stopped. The same command goes on from here.\n"),
+        ("serve", "attngap: stopped.\n"),
+        ("theory", "attngap: stopped. Nothing was written; the same command starts anew.\n"),
+    ],
 )
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, verb, line):
     arguments = {
         "probe": ["probe", "run", "copy", "--db", str(tmp_path / "runs.db"), "--workers", "1"],
         "serve": ["serve", str(tmp_path), "--port", "0"],
+        "theory": ["theory", "check"],
     }[verb]
     code = f"import sys, attngap.cli, attngap.cli.{verb} as verb\n"
     code += "import attngap.cli.app\nprint('ready', flush=True)\n"

@@ -5,7 +5,10 @@ import signal
 import sys
 from types import FrameType
 
-RESUMABLE = ("diagnose", "linearize", "demo", "probe")  # verbs that keep what they have finished
+# What Ctrl-C leaves behind: verbs that keep what they have finished, and long ones that write only at their end.
+GOES_ON, STARTS_ANEW = " The same command goes on from here.", " Nothing was written; the same command starts anew."
+GO_ON: dict[str, str] = dict.fromkeys(("diagnose", "linearize", "demo", "probe"), GOES_ON)
+GO_ON |= dict.fromkeys(("eval", "bench", "theory"), STARTS_ANEW)
 STOPPED = 130  # the exit code that shells expect after Ctrl-C
 
 
@@ -42,6 +45,5 @@ def main() -> None:
 
 
 def _stopped() -> None:
-    go_on = " The same command goes on from here." if sys.argv[1:2] and sys.argv[1] in RESUMABLE else ""
-    print(f"attngap: stopped.{go_on}", file=sys.stderr)
+    print(f"attngap: stopped.{GO_ON.get(sys.argv[1], '') if sys.argv[1:] else ''}", file=sys.stderr)
     sys.exit(STOPPED)
