@@ -4,7 +4,8 @@ import torch
 from attngap import mechanism
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
-from attngap.models.mixed import mixed_heads, real_tokens
+from attngap.models.masks import real_tokens
+from attngap.models.mixed import mixed_heads
 from attngap.models.shapes import layer_shapes
 from attngap.models.swap import swap
 from tests.zoo import DECODERS, VOCABULARY, mechanisms, tiny

@@ -2,19 +2,16 @@
 
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attngap.mechanisms.base import State
-from attngap.mechanisms.feature_maps import FADED, FASTEST, LARGEST_SCALE, LARGEST_SIZE, Nothing, Prototype
+from attngap.mechanisms.calls import call_parameters, call_setting, parameters_of
+from attngap.mechanisms.feature_maps import Nothing, Prototype
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.ops import native
-from attngap.ops.hybrid.call import Setting, TokenCall
-
-AXES: dict[str, Any] = {"log_gain": (None, ..., None, None), "gain_weight": (None, ..., None, slice(None))}
-LIMITS = {"largest_scale": LARGEST_SCALE, "largest_size": LARGEST_SIZE, "fastest": FASTEST, "faded": FADED}
+from attngap.ops.hybrid.call import TokenCall
 
 
 class Decoder:
@@ -34,15 +31,8 @@ class Decoder:
         rotary: Angles | None,
     ):
         self.options, self.state, self.position = _options(mechanism), state, position
-        parameters = _parameters(mechanism)
-        given = {name: x.detach()[AXES.get(name, (None,))] for name, x in parameters.items()}
-        turned = {} if mechanism.rotary is None or rotary is None else mechanism.rotary.turned(rotary, mechanism.dim)
-        if parameters:
-            turned |= LIMITS
-        if mechanism.reach is not None:
-            turned |= {"reach": mechanism.reach}
-        near = (mechanism.window, mechanism.sinks, mechanism.scale, mechanism.relative)
-        self.call = TokenCall(state, Setting(*near, **turned), place, given, position)
+        parameters = call_parameters(mechanism)
+        self.call = TokenCall(state, call_setting(mechanism, rotary), place, parameters, position)
         self.angles = self.call.setting.turned > 0
         self.masked = False
         self.sources = (state, mechanism.feature_map._parameters, mechanism._parameters) if parameters else (state,)
@@ -89,31 +79,12 @@ def decoder(
         return None
     if mechanism.rotary is not None and (rotary is None or rotary[0].dtype != state["S"].dtype):
         return None
-    tensors = (*_parameters(mechanism).values(), *(x for name, x in state.items() if name != "count"))
+    tensors = (*parameters_of(mechanism).values(), *(x for name, x in state.items() if name != "count"))
     if not native.usable(*tensors, state=state["S"]):
         return None
     if not all(x.is_contiguous() for x in (*tensors, state["count"], position)):
         return None
     return Decoder(mechanism, state, place, position, rotary)
-
-
-def possible() -> bool:
-    """Whether a compiled call may be made here: not inside of what torch compiles, traces or transforms."""
-    return (
-        native.on()
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
-    )
-
-
-def _parameters(mechanism: Hybrid) -> dict[str, Tensor]:
-    """What features and gain are computed from, by the names that the call knows."""
-    if not isinstance(mechanism.feature_map, Prototype):
-        return {}
-    found = mechanism.feature_map._parameters | mechanism._parameters
-    return {name: x for name, x in found.items() if x is not None}
 
 
 def _options(mechanism: Hybrid) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism, State
 from attngap.mechanisms.decoding import Decoder
+from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.models.compat import (
     Cache,
@@ -131,19 +132,24 @@ class MixedLayer(CacheLayerMixin):
         v: Float[Tensor, "b h_kv t dv"],
         real: Bool[Tensor, "b t"] | None,
         rotary: Angles | None = None,
+        skipped: Int[Tensor, " h"] | None = None,
     ) -> Float[Tensor, "b h t dv"]:
-        """The mechanism's output for new tokens; the state moves on."""
-        step = _Step(mechanism, q, k, v, real, rotary)
+        """The mechanism's output for new tokens; the state moves on. Heads that `skipped` marks may be left out."""
+        step = _Step(mechanism, q, k, v, real, rotary, skipped)
         if self.past is not None:
             self.past.steps.append(step)
         return self._advance(step)
 
     def _advance(self, step: "_Step") -> Tensor:
         mechanism, tokens = step.mechanism, (step.q, step.k, step.v)
-        if self.state is None:
-            out, self.state = mechanism(None, *tokens, mask=step.real, rotary=step.rotary)
+        given = {"mask": step.real, "rotary": step.rotary}
+        found = read_piece(mechanism, *tokens, state=self.state, start=self.count, **given, skipped=step.skipped)
+        if found is not None:
+            out, self.state = found
+        elif self.state is None:
+            out, self.state = mechanism(None, *tokens, **given)
         else:
-            streams = mechanism.read(None, *tokens, start=self.count, mask=step.real, rotary=step.rotary)
+            streams = mechanism.read(None, *tokens, start=self.count, **given)
             out, self.state = mechanism.advance(streams, self.state)
         self.passed(step.real, step.length)
         return out
@@ -249,6 +255,7 @@ class _Step:
     v: Tensor
     real: Tensor | None
     rotary: Angles | None
+    skipped: Tensor | None
 
     @property
     def length(self) -> int:
@@ -258,7 +265,7 @@ class _Step:
         real = None if self.real is None else self.real[:, :tokens]
         rotary = None if self.rotary is None else (self.rotary[0][:, :tokens], self.rotary[1][:, :tokens])
         q, k, v = (x[:, :, :tokens] for x in (self.q, self.k, self.v))
-        return _Step(self.mechanism, q, k, v, real, rotary)
+        return _Step(self.mechanism, q, k, v, real, rotary, self.skipped)
 
 
 class _Past:

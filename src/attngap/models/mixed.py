@@ -4,18 +4,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
-from attngap.mechanisms.decoding import decoder, possible
+from attngap.mechanisms.calls import possible
+from attngap.mechanisms.decoding import decoder
+from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.cache import MixedLayer, forget_pending, pending, waiting
-from attngap.models.masks import readable
+from attngap.models.masks import readable, readable_keys, real_tokens
 from attngap.ops.hybrid import KeptHeads
+from attngap.ops.softmax.compiled import attend_into, can_attend
 
 
 class MixedHeads(nn.Module):
@@ -24,6 +27,7 @@ class MixedHeads(nn.Module):
     keep: Tensor  # heads
     groups: Tensor  # key heads that some kept head reads
     place: Tensor  # where among these each head's keys are, -1 for heads that are not kept
+    kept: Tensor  # 1 for heads that are, 0 for others
 
     def __init__(self, layer: int, mechanism: Mechanism, keep: Iterable[int], cache: int | None = None):
         super().__init__()
@@ -37,6 +41,7 @@ class MixedHeads(nn.Module):
         self.register_buffer("groups", torch.tensor(groups, dtype=torch.long), persistent=False)
         place = [groups.index(head // group) if head in heads else -1 for head in range(mechanism.heads)]
         self.register_buffer("place", torch.tensor(place, dtype=torch.long), persistent=False)
+        self.register_buffer("kept", (self.place >= 0).long(), persistent=False)
 
     def forward(
         self,
@@ -60,26 +65,40 @@ class MixedHeads(nn.Module):
             return self._decode(cache, q, k, v, mask, real, rotary)
         streams = (q.to(self.dtype), k.to(self.dtype), v.to(self.dtype))
         if cache is None:
-            out = self.mechanism(None, *streams, mask=real, rotary=rotary)[0]
+            given = {"mask": real, "rotary": rotary}
+            found = read_piece(self.mechanism, *streams, **given, skipped=self.kept)
+            out = (found or self.mechanism(None, *streams, **given))[0]
         else:
-            out = cache.compute(self.mechanism, *streams, real, rotary)
+            out = cache.compute(self.mechanism, *streams, real, rotary, self.kept)
         out = out.to(v.dtype)
         if len(self.keep):
             keys, values = (k[:, self.groups], v[:, self.groups]) if cache is None else cache.append(k, v)
-            exact = [
-                F.scaled_dot_product_attention(
-                    q[:, heads],
-                    # Seen by all heads that read it, not copied: a copy costs more than attention over a long cache.
-                    keys[:, place : place + 1].expand(-1, len(heads), -1, -1),
-                    values[:, place : place + 1].expand(-1, len(heads), -1, -1),
-                    attn_mask=mask,
-                    is_causal=causal and mask is None and q.shape[2] > 1,
-                    scale=scale,
-                )
-                for place, heads in enumerate(self.readers)
-            ]
-            out = out.index_copy(1, self.keep, torch.cat(exact, 1).to(out.dtype))
+            out = self._exact(out, q, keys, values, mask, scale)
         return out
+
+    def _exact(
+        self, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """`out` with softmax in the rows of kept heads."""
+        causal = self.mechanism.causal
+        if causal and possible() and can_attend(q, keys, values, out):
+            allowed = None if mask is None else readable_keys(mask)
+            if mask is None or allowed is not None:
+                attend_into(out, q, keys, values, self.place, scale=scale, allowed=allowed)
+                return out
+        exact = [
+            F.scaled_dot_product_attention(
+                q[:, heads],
+                # Seen by all heads that read it, not copied: a copy costs more than attention over a long cache.
+                keys[:, place : place + 1].expand(-1, len(heads), -1, -1),
+                values[:, place : place + 1].expand(-1, len(heads), -1, -1),
+                attn_mask=mask,
+                is_causal=causal and mask is None and q.shape[2] > 1,
+                scale=scale,
+            )
+            for place, heads in enumerate(self.readers)
+        ]
+        return out.index_copy(1, self.keep, torch.cat(exact, 1).to(out.dtype))
 
     def token(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, rotary: Angles | None
@@ -150,28 +169,6 @@ class MixedHeads(nn.Module):
 
         super()._apply(keep_dtype, recurse)
         return self
-
-
-def real_tokens(mask: Tensor | None, length: int, *, causal: bool) -> Bool[Tensor, "b t"] | None:
-    """Which of the last `length` tokens are no padding, read off a mask `(b, 1, length, keys)`; None when all are.
-
-    A replaced head knows padding and causality only, so a mask that says anything else is refused.
-    """
-    if mask is None:
-        return None
-    allowed = readable(mask)
-    if mask.shape[1] != 1:
-        raise AttngapError("Replaced heads take one mask for all heads, and this one differs from head to head")
-    new = allowed[:, 0, :, allowed.shape[3] - length :]  # (b, t, t)
-    real = new.diagonal(dim1=1, dim2=2) if causal else new[:, 0]
-    expected = real[:, None, :].expand(-1, length, -1)
-    expected = expected.tril() if causal else expected
-    if not torch.equal(new & real[:, :, None], expected & real[:, :, None]):
-        raise AttngapError(
-            "Replaced heads handle causal and padding masks only, and this mask is another (packed sequences, or "
-            "one of your own). Pass a 2D attention_mask, one sequence a row"
-        )
-    return None if bool(real.all()) else real
 
 
 def mixed_heads(model: nn.Module) -> dict[int, MixedHeads]:

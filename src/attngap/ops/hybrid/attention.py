@@ -86,7 +86,7 @@ def hybrid_attention(
         options = {"window": window, "sinks": sinks, "scale": softmax_scale, "relative": relative}
         out = decode_step(state, *inputs, **options, real=real)
     elif chunk is None and _compiled_fits(inputs, state):
-        setting = compiled.Setting(window, sinks, softmax_scale, relative, far=_has_features(fq, fk, state))
+        setting = compiled.PieceSetting(window, sinks, softmax_scale, relative, far=_has_features(fq, fk, state))
         out, state = _compiled_piece(inputs, state, mask, setting, near)
     else:
         options = {
@@ -197,7 +197,7 @@ def _has_features(fq: Tensor, fk: Tensor, state: State) -> bool:
 
 
 def _compiled_piece(
-    inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, setting: compiled.Setting, near: Near | None
+    inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, setting: compiled.PieceSetting, near: Near | None
 ) -> tuple[Tensor, State]:
     """All sequences in one call, whatever they have seen and however they are padded."""
     _, k, v, _, fk, _ = inputs

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from attngap.errors import AttngapError
 from attngap.ops import native
-from attngap.ops.hybrid.call import Setting, TokenCall
+from attngap.ops.hybrid.call import TokenCall
 from attngap.ops.hybrid.state import State, check_hybrid_state, step
+from attngap.ops.hybrid.table import CallSetting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _check(state: State, q, k, v, fq, fk, gain, window: int, sinks: int, real, k
 
 def _compiled(state: State, inputs, real, kept: KeptHeads, options: dict) -> Tensor:
     q, k, v, fq, fk, gain = inputs
-    call = TokenCall(state, Setting(**options), kept.place)
+    call = TokenCall(state, CallSetting(**options), kept.place)
     for name, x in (("fq", fq), ("fk", fk), ("gain", gain[..., None])):
         call.put(name, x)
     call.put_cache(kept.keys, kept.values, kept.keys.shape[2])

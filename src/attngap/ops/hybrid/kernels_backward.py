@@ -8,19 +8,10 @@ their tiles and are added to the results when a tile leaves the band. All result
 
 from typing import NamedTuple
 
-from attngap.ops.hybrid.kernels import (
-    Block,
-    far_tiles,
-    find_lane,
-    load_features,
-    load_past_or_new,
-    mask_logits,
-    row_edges,
-    token,
-    transpose_tile,
-    weigh_near,
-)
+from attngap.ops.hybrid.kernels_band import load_features, load_past_or_new, transpose_tile
+from attngap.ops.hybrid.kernels_layout import Block, far_tiles, find_lane, row_edges, token
 from attngap.ops.hybrid.kernels_rows import add, add_to_row, clear, dot, load_row, scale_row, set_row
+from attngap.ops.hybrid.kernels_weights import mask_logits, weigh_near
 from attngap.ops.native.memory import clear_fields, padded, row, safe
 from attngap.ops.native.products import ROWS, multiply_matrices
 from attngap.ops.native.tensors import Rows

@@ -10,7 +10,6 @@ matrices. Both go by blocks, with a running maximum, so that scratch memory does
 
 import math
 
-from attngap.ops.hybrid.kernels import combine
 from attngap.ops.hybrid.kernels_call import (
     AT,
     BLOCK,
@@ -39,6 +38,7 @@ from attngap.ops.hybrid.kernels_features import (
     turn_back,
 )
 from attngap.ops.hybrid.kernels_rows import add, clear, dot, load_row, scale_row, set_row
+from attngap.ops.hybrid.kernels_weights import combine
 from attngap.ops.native.memory import padded, row, safe
 from attngap.ops.native.products import multiply_matrices
 from attngap.ops.native.vectors import (
@@ -250,13 +250,21 @@ def load_queries(table, scratch, b, first, heads, zero):
         scale_row(query, scale, query, kp, zero)
 
 
+@kernel
+def kept_heads(table, first, heads):
+    """Where in the cache the keys of the kept ones among these heads are, and how many are kept."""
+    place, kept = WORD - 1, 0
+    for head in range(first, first + heads):
+        found = get(word(table, IN.place) + 8 * head, WORD)
+        if found >= 0:
+            place, kept = found, kept + 1
+    return place, kept
+
+
 @called_kernel
 def read_heads(table, scratch, b, kv, first, heads, count, zero):
     """The outputs of up to HEADS heads that share a key head; `count` tokens are in the state, this one included."""
-    place, kept = WORD - 1, 0
-    for head in range(first, first + heads):
-        if get(word(table, IN.place) + 8 * head, WORD) >= 0:
-            place, kept = get(word(table, IN.place) + 8 * head, WORD), kept + 1
+    place, kept = kept_heads(table, first, heads)
     load_queries(table, scratch, b, first, heads, zero)
     if kept < heads:
         full = word(table, IN.sinks) + word(table, IN.window)
@@ -347,13 +355,10 @@ def decode(table, zero, scratch, first_lane, last_lane):
         b, kv = lane // k.heads, lane % k.heads
         real = not there(table, AT.real) or get(row(tensor(table, AT.real), b, 0, 0), FLAG) != 0
         count = get(word(table, IN.count) + 8 * b, WORD)
-        if word(table, IN.appends):
-            for head in range(kv * group, (kv + 1) * group):
-                place = get(word(table, IN.place) + 8 * head, WORD)
-                if place >= 0:
-                    append(table, scratch, b, kv, place, zero)
-                    break
-        if real:
+        place, kept = kept_heads(table, kv * group, group)
+        if word(table, IN.appends) and kept > 0:
+            append(table, scratch, b, kv, place, zero)
+        if real and kept < group:  # nobody reads the state of a key head all of whose heads are kept
             new_features(table, scratch, b, kv, zero)
             push(table, scratch, b, kv, count, zero)
         for first in range(kv * group, (kv + 1) * group, HEADS):
