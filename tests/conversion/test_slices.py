@@ -4,6 +4,8 @@ import torch
 
 from attngap.conversion.choose import convert
 from attngap.conversion.slices import Slice, SliceReference, read_past, read_slice, states_give_logits, teacher_logits
+from attngap.heads import chain
+from attngap.heads.damage import frozen
 from attngap.models.positions import layer_positions
 from tests.zoo import VOCABULARY, mechanisms, tiny
 
@@ -119,3 +121,29 @@ def test_states_after_the_past_are_made_anew_once_replacements_change():
     torch.testing.assert_close(fresh, whole)
     assert not torch.allclose(stale, fresh)
     assert not torch.allclose(before, fresh)
+
+
+def test_computed_again_layer_by_layer_gains_and_gradients_are_the_same(monkeypatch):
+    model, parts = world()
+    reference = SliceReference(model, parts, [Slice(read_past(model, TOKENS), 40, 70)])
+    keep, ran = frozenset({(0, 0), (1, 2), (1, 3)}), []
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: ran.append(1))
+
+    def everything():
+        ran.clear()
+        damage, (gains, losses) = reference.head_damage(), reference.softmax_gains(keep)
+        for part in parts.values():
+            part.zero_grad()
+        with frozen(model):
+            reference.loss(reference.pieces[0], keep).backward()
+        grads = [p.grad.clone() for part in parts.values() for p in part.parameters()]
+        return torch.tensor([*damage.values(), *gains.values(), *losses.tolist()]), grads, len(ran)
+
+    whole, whole_grads, few = everything()
+    monkeypatch.setattr(chain, "WHOLE_GRAPH", 0)
+    again, again_grads, many = everything()
+    hook.remove()
+    torch.testing.assert_close(again, whole)
+    torch.testing.assert_close(again_grads, whole_grads)
+    assert many > few  # it really was computed again
+    assert not any("forward" in vars(layer) for layer in model.model.layers)

@@ -187,7 +187,7 @@ def prune(judge: Judge, count: int, group: Mapping[int, int], *, rounds: int, ad
     for left in reversed(range(rounds + 1)):
         size = min(len(scores), round(count * SHRINK**left))
         keep = best_heads(scores, size, group)
-        if not left or not count:
+        if not left or not keep:  # few heads may be fewer than a group
             break
         found, now = judge.softmax_gains(keep, keep)
         advance(note=f"{size} heads kept, divergence {geometric_mean(now):.4f}")

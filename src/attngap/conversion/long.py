@@ -8,6 +8,7 @@ all of them.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
@@ -22,6 +23,7 @@ from attngap.heads.damage import frozen
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.fit import Seen
 from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.storage.overflow import Overflow
 
 ROWS = 256  # of a slice
 RATE = 3e-4  # of joint steps: at 7e-4 ten of them raised the divergence on repeated tokens by a quarter
@@ -43,27 +45,29 @@ class LongCalibration:
         *,
         heldout: int,
         exact: int,
+        folder: Path | None = None,
     ):
         self.model, self.short, self.heldout, self.exact = model, short, heldout, exact
         self.facts, self.repeated = facts, repeated
         self._seen: dict[int, list[Seen]] = {}
         self._long: list[Past] = []
         self._short: dict[int, Past] = {}
+        self._kept = Overflow(folder)
 
     def read(self, advance: Callable[..., None]) -> None:
         """Let the original read the long passages."""
 
         def note(layer: int, seen: Seen) -> None:
-            q, k, v, target = (x.to(HELD) for x in seen[:4])
+            q, k, v, target = (self._kept.keep(x.to(HELD)) for x in seen[:4])
             self._seen.setdefault(layer, []).append(Seen(q, k, v, target, seen.rotary))
 
         for tokens in (self.facts, self.repeated):
-            self._long.append(read_past(self.model, tokens, note))
+            self._long.append(read_past(self.model, tokens, note, self._kept))
             advance()
 
     def read_short(self, note: Callable[[int, Seen], None]) -> None:
         """Let it read the short ones, all at once."""
-        whole = read_past(self.model, self.short, note)
+        whole = read_past(self.model, self.short, note, self._kept)
         self._short = {place: whole.only(place) for place in range(len(self.short))}
 
     def seen(self, layer: int) -> Sequence[Seen]:
@@ -73,7 +77,7 @@ class LongCalibration:
 
     def _past(self, place: int) -> Past:
         if place not in self._short:  # a resumed run has not read them yet
-            self._short[place] = read_past(self.model, self.short[place : place + 1])
+            self._short[place] = read_past(self.model, self.short[place : place + 1], kept=self._kept)
         return self._short[place]
 
     def judges(self) -> list[Slice]:

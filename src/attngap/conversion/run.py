@@ -88,7 +88,7 @@ class ConversionRun:
         made = self.material
         if made.facts is None or made.repeated is None:
             return None
-        sizes = {"heldout": made.heldout, "exact": self._exact}
+        sizes = {"heldout": made.heldout, "exact": self._exact, "folder": self.checkpoint.folder}
         return LongCalibration(self.model, made.short, made.facts, made.repeated, **sizes)
 
     @functools.cached_property

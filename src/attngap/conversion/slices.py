@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from attngap.conversion.choose import of_all
 from attngap.conversion.joint import divergence
+from attngap.heads.chain import again_by_layer
 from attngap.heads.choice import HeadIndex, Keep
 from attngap.heads.damage import frozen, label_directions
 from attngap.heads.forward import body_of, forward
@@ -29,6 +30,7 @@ from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call, capture
 from attngap.models.placement import device_of
+from attngap.storage.overflow import Overflow
 
 HELD = torch.float16  # of kept keys and values: they are read once each time a slice is
 CHECKED = 8  # tokens on which the output layer must give the model's own logits
@@ -84,15 +86,19 @@ class Shares(NamedTuple):
 
 @torch.no_grad()
 def read_past(
-    model: PreTrainedModel, tokens: Int[Tensor, "b t"], note: Callable[[int, Seen], None] | None = None
+    model: PreTrainedModel,
+    tokens: Int[Tensor, "b t"],
+    note: Callable[[int, Seen], None] | None = None,
+    kept: Overflow | None = None,
 ) -> Past:
     """Let the original read passages of one length; `note` gets what each layer read and wrote."""
+    keep = (kept or Overflow()).keep
     layers: dict[int, Kept] = {}
 
     def watch(call: Call) -> None:
         if call.cross:
             return
-        layers[call.layer] = Kept(call.k.to(HELD), call.v.to(HELD), call.rotary)
+        layers[call.layer] = Kept(keep(call.k.to(HELD)), keep(call.v.to(HELD)), call.rotary)
         if note is not None:
             note(call.layer, Seen(call.q, call.k, call.v, call.output, call.rotary))
 
@@ -165,7 +171,7 @@ def read_slice(
 
     tokens = past.tokens[:, start:stop].to(device_of(model))
     position = torch.arange(start, stop, device=tokens.device)[None]
-    with capture(model, watch):
+    with again_by_layer(model, watch) if torch.is_grad_enabled() else capture(model, watch):
         return model(input_ids=tokens, position_ids=position, use_cache=False).logits
 
 
@@ -262,7 +268,7 @@ class SliceReference:
             shares = self._shares(place, every)
             with self._frozen(), torch.enable_grad():
                 out = self._read(place, every, shares)
-            found.append(_information(out, shares, generator))
+                found.append(_information(out, shares, generator))
         return of_all(found)
 
     def softmax_gains(
@@ -277,8 +283,8 @@ class SliceReference:
             with self._frozen(), torch.enable_grad():
                 out = self._read(place, keep, shares)
                 loss = divergence(out, teacher, is_language_model=True)
-            slopes = torch.autograd.grad(loss, [share.value for share in shares.values()], retain_graph=True)
-            second = _information(out, shares, generator)
+                slopes = torch.autograd.grad(loss, [share.value for share in shares.values()], retain_graph=True)
+                second = _information(out, shares, generator)
             for (layer, share), slope in zip(shares.items(), slopes, strict=True):
                 for place_of, head in enumerate(share.heads.tolist()):
                     sign = 1.0 if (layer, head) in keep else -1.0

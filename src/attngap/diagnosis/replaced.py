@@ -75,4 +75,5 @@ def divergence(before: Tensor, after: Tensor) -> Float[Tensor, ""]:
     if before.ndim == 1:
         return (after - before).square().sum()
     parts = zip(before.split(ROWS), after.split(ROWS), strict=True)
-    return torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in parts]).mean()
+    found = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in parts]).mean()
+    return found.clamp(min=0.0)  # rounding may leave nothing at all below nothing

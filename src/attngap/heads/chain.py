@@ -13,9 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
-from attngap.models.capture import Call, capture
+from attngap.models.capture import Call, Observer, capture
+from attngap.models.placement import has_weights_elsewhere
+
+WHOLE_GRAPH = 2**31  # bytes of weights up to which a graph through all layers is kept
 
 _UNCHAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose layers read more than the one before
 
@@ -68,6 +72,58 @@ def run_chain(model: PreTrainedModel, read: Callable[[], Tensor]) -> Chain | Non
         _UNCHAINED.add(model)
         return None
     return Chain(layers, given, states, output)
+
+
+@contextlib.contextmanager
+def again_by_layer(model: PreTrainedModel, watch: Observer) -> Iterator[None]:
+    """`capture`, in which a graph keeps no more than the state before each layer and computes the layer again.
+
+    Only where a whole graph would be large, or would hold weights that are on disk: computing again takes time.
+    """
+    layers = _candidates(model) if _too_large(model) else []
+
+    def wrapped(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def numbered(call: Call) -> Tensor | None:
+            return watch(call if call.cross else dataclasses.replace(call, layer=layer))
+
+        def both() -> tuple[Any, Any]:
+            return contextlib.nullcontext(), _Anew(lambda: capture(model, numbered))
+
+        return lambda *args, **options: checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=both, **options
+        )
+
+    own = [vars(layer).get("forward") for layer in layers]
+    try:
+        for place, layer in enumerate(layers):
+            layer.forward = wrapped(place, layer.forward)
+        # To the end of each layer: accelerate puts weights back on disk there.
+        with capture(model, watch), set_checkpoint_early_stop(False):
+            yield
+    finally:
+        for layer, before in zip(layers, own, strict=True):
+            if before is None:
+                del layer.forward  # uncovers the class's own
+            else:
+                layer.forward = before
+
+
+class _Anew:
+    """A context that can be entered again, for a graph may be walked twice."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]):
+        self.make, self.inside = make, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self.inside.enter_context(self.make())
+
+    def __exit__(self, *error: Any) -> None:
+        self.inside.close()
+
+
+def _too_large(model: PreTrainedModel) -> bool:
+    """By the weights of a layer: what it computes for some hundred tokens takes as much memory as a part of them."""
+    return has_weights_elsewhere(model) or sum(p.nbytes for p in model.parameters()) > WHOLE_GRAPH
 
 
 def _note(call: Call, modules: list[nn.Module]) -> None:

@@ -268,7 +268,8 @@ def single(x: Tensor) -> Tensor:
 def _explain(call: Call, kind: str, dtype: torch.dtype) -> None:
     """Refuse a module whose output is not the softmax of what was captured: every number about it would be wrong."""
     length = call.q.shape[2]
-    if length < 2 * _EXPLAINED.get(call.module, 0) or call.module.training:  # dropout explains a difference
+    # Dropout explains a difference, and tensors without numbers have none.
+    if length < 2 * _EXPLAINED.get(call.module, 0) or call.module.training or call.q.is_meta:
         return
     mask = call.mask
     biased = mask is not None and mask.dtype != torch.bool and bool(((mask > FORBIDS) & (mask != 0)).any())

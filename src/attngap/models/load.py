@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 
 from attngap.errors import AttngapError, pip_install
@@ -112,6 +112,29 @@ def load_model(
     return _load_pretrained(str(path), name, options, chosen, allow_pickle)
 
 
+def load_config(model: str | os.PathLike[str], **options: Any) -> PretrainedConfig:
+    """The config alone: no weights are read, but for a .gguf file, whose config is made of it."""
+    name, path = str(model), _path(model)
+    if path.is_file() or path.suffix == ".gguf":
+        if not path.is_file():
+            raise AttngapError(f"No file '{path}'. A model is {FORMS}")
+        with _quiet(), plain_folder(path) as folder:
+            return AutoConfig.from_pretrained(str(folder), **options)
+    if not path.is_dir():
+        _check_name(name)
+    elif (path / "attngap.json").exists():
+        from attngap.models.save import base_source, read_record
+
+        return load_config(base_source(path, read_record(path)), **options)
+    elif not (path / "config.json").is_file():
+        raise AttngapError(f"No model in folder '{path}': it has no config.json. A model is {FORMS}")
+    try:
+        with _quiet():
+            return AutoConfig.from_pretrained(str(path) if path.is_dir() else name, **options)
+    except Exception as error:  # of any kind, as when a model is loaded
+        raise AttngapError(_why_not(name, error)) from error
+
+
 def load_tokenizer(model: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that comes with a model of any form."""
     name, path = str(model), _path(model)
@@ -189,7 +212,7 @@ def _load_pretrained(
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(source, **{k: v for k, v in options.items() if k != "device_map"})
-            kind = _model_class(config)
+            kind = model_class(config)
             model, info = kind.from_pretrained(
                 source,
                 config=config,
@@ -262,7 +285,7 @@ def _first_line(error: Exception) -> str:
     return lines[0].removesuffix(" from one of:").rstrip(".") + "."
 
 
-def _model_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     """The head decides what damage means: labels for language models, embeddings for encoders."""
     named = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
     if named in _with_head() and hasattr(transformers, named) and not hasattr(config, "auto_map"):

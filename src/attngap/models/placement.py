@@ -1,13 +1,16 @@
 """Where a model's tensors are and in what precision, and whether this machine can do what was asked for."""
 
+import contextlib
 import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attngap.errors import AttngapError, unknown
 from attngap.options import DEVICES, DTYPES
@@ -22,6 +25,39 @@ def device_of(model: nn.Module) -> torch.device:
     if placed is not None:
         return torch.device(f"cuda:{placed}" if isinstance(placed, int) else placed)
     return next((x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta), torch.device("cpu"))
+
+
+def has_weights_elsewhere(model: nn.Module) -> bool:
+    """Whether some weights are on disk, or on another device, until the layer that needs them runs."""
+    return any(x.is_meta for x in model.parameters()) and getattr(model, "hf_device_map", None) is not None
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, in order; one that is on disk is read, and gone again when the next one comes."""
+    for name, x in sorted(model.named_parameters()):
+        if not x.is_meta or not has_weights_elsewhere(model):
+            yield name, x.detach()
+            continue
+        from accelerate.utils import align_module_device  # who put them there has it
+
+        owner, _, own = name.rpartition(".")
+        with align_module_device(part := model.get_submodule(owner)):
+            yield name, getattr(part, own).detach()
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that a device has left; of the CPU those that can be had without swapping. None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # a container may have less than its machine
+        group = Path("/sys/fs/cgroup")
+        left = min(left, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, left)
 
 
 def synchronize(device: torch.device) -> None:

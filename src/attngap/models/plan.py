@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from attngap.charts.frame import BLUE, ORANGE
 from attngap.charts.inline import head_squares
 from attngap.errors import AttngapError
+from attngap.models.placement import named_weights
 from attngap.models.shapes import layer_shapes
 from attngap.options import GRANULARITY, SINKS, WINDOW, Granularity
 from attngap.storage.files import write_text
@@ -161,7 +162,7 @@ def architecture(model: PreTrainedModel) -> str:
 def fingerprint(model: PreTrainedModel) -> str:
     """Sixteen hex digits of all weights, their names and shapes, rounded so that the dtype does not matter."""
     digest = hashlib.sha256(architecture(model).encode())
-    for name, tensor in sorted(model.named_parameters()):
+    for name, tensor in named_weights(model):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().data)
+        digest.update(tensor.to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().data)
     return digest.hexdigest()[:16]

@@ -19,6 +19,7 @@ from attngap.models.auto import CODE, CODE_FILE, config_json
 from attngap.models.load import ALIASES, load_model, load_tokenizer, on_device
 from attngap.models.lora import add_lora
 from attngap.models.mixed import mixed_heads
+from attngap.models.placement import named_weights
 from attngap.models.plan import Plan, architecture
 from attngap.models.swap import swap
 from attngap.models.twin import CHILD, undone
@@ -113,9 +114,9 @@ def dtype_name(model: PreTrainedModel) -> Any:
 def weights_hash(model: PreTrainedModel) -> str:
     """sha256 of every weight's name, shape and float32 values."""
     digest = hashlib.sha256(architecture(model).encode())
-    for name, tensor in sorted(model.named_parameters()):
+    for name, tensor in named_weights(model):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
+        digest.update(tensor.float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

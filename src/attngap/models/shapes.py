@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attngap.errors import AttngapError
@@ -49,7 +49,7 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
             f"{type(model).__name__} has no softmax attention: there is no head to look at or to replace"
         )
     names = {id(module): name for name, module in model.named_modules()}
-    holders = [(x.k if x.source is None else x.source).untyped_storage().data_ptr() for x in calls]
+    holders = [_holder(x.k if x.source is None else x.source) for x in calls]
     modules = [id(x.module) for x in calls]
     return [
         _shape(
@@ -61,6 +61,12 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
         )
         for call, holder in zip(calls, holders, strict=True)
     ]
+
+
+def _holder(keys: Tensor) -> int:
+    """Whose memory they are; on the meta device no memory has an address, but each is an object."""
+    memory = keys.untyped_storage()
+    return memory._cdata if keys.is_meta else memory.data_ptr()
 
 
 def _two_tokens(model: PreTrainedModel) -> Any:
