@@ -1,16 +1,148 @@
 """Sizes that people have: half precision against single, and seconds and memory against the number of parameters.
 
 python benchmarks/sizes.py dtype --context 512 --passages 2
+python benchmarks/sizes.py measure 135M diagnose >> sizes.jsonl    # and so on for each size and verb
+python benchmarks/sizes.py table sizes.jsonl
+
+Models of `measure` are Llamas with random weights in float32, run in one thread, so that CPU seconds mean the same on a
+busy machine. Both verbs read 1,024 tokens at a time and do a stated part of what they do by default: see WORK.
 """
 
 import argparse
 import json
+import tempfile
+import threading
 import time
+from pathlib import Path
 
 import torch
 from scipy.stats import spearmanr
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import attngap
+from attngap.heads.passages import language_reference
+
+# Of models that people have: SmolLM2 of two sizes, TinyLlama, Llama 3.2; the vocabulary is SmolLM2's for all of them.
+SIZES = {
+    "135M": {"hidden": 576, "mlp": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "tied": True},
+    "360M": {"hidden": 960, "mlp": 2560, "layers": 32, "heads": 15, "kv_heads": 5, "tied": True},
+    "1.1B": {"hidden": 2048, "mlp": 5632, "layers": 22, "heads": 32, "kv_heads": 4, "tied": False},
+    "3B": {"hidden": 3072, "mlp": 8192, "layers": 28, "heads": 24, "kv_heads": 8, "tied": True},
+}
+# One passage of four and one rank of four, on a text with room for one more passage; no heads replaced together. A
+# third of the calibration tokens at a quarter of the length, a tenth of the steps, nothing measured.
+WORK = {
+    "diagnose": {"context": 1024, "passages": 1, "ranks": (64,)},
+    "linearize": {"context": 1024, "tokens": 4096, "length": 2048, "steps": 10, "joint": 4, "rounds": 1},
+}
+LETTERS = 9000  # of text for `diagnose`: its calibration part has room for one passage of 1,024 tokens
+SAMPLE_SECONDS = 0.05
+
+
+def random_llama(size: str, layers: int | None = None) -> LlamaForCausalLM:
+    s = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=s["hidden"],
+        intermediate_size=s["mlp"],
+        num_hidden_layers=layers or s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv_heads"],
+        tie_word_embeddings=s["tied"],
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def measure(size: str, verb: str, layers: int | None = None) -> dict[str, float | str]:
+    """CPU seconds, and the largest memory and disk beyond the weights, of one verb on one size, or on its first layers.
+
+    Memory is what cannot be dropped; pages of mapped files can.
+    """
+    torch.set_num_threads(1)
+    tokenizer = attngap.load("smollm2")[1]
+    model = random_llama(size, layers)
+    warm_up(tokenizer)
+    text = "\n\n".join(language_reference())
+    with tempfile.TemporaryDirectory() as folder:
+        most, start = _Largest(Path(folder)), time.process_time()
+        if verb == "diagnose":
+            found = attngap.diagnose(model, tokenizer, text[:LETTERS], directory=f"{folder}/out", **WORK[verb])
+        else:
+            _, found = attngap.linearize(
+                model, tokenizer, text=text, measured=False, directory=f"{folder}/out", **WORK[verb]
+            )
+        most.stop()
+    weights = sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    return {
+        "size": size,
+        "layers": layers or SIZES[size]["layers"],
+        "verb": verb,
+        "parameters": weights,
+        "seconds": round(time.process_time() - start, 1),
+        "stages": found.seconds,
+        "gigabytes": round(most.memory / 1e9, 3),
+        "layer_gigabytes": round(4 * layer / 1e9, 3),
+        "disk_gigabytes": round(most.disk / 1e9, 3),
+    }
+
+
+def warm_up(tokenizer) -> None:
+    """Kernels are compiled, or read, before a clock runs."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+    )
+    attngap.linearize(
+        LlamaForCausalLM(config).eval(),
+        tokenizer,
+        measured=False,
+        context=256,
+        tokens=1024,
+        length=2048,
+        steps=2,
+        joint=2,
+    )
+
+
+def _status(name: str) -> int:
+    """Bytes, as Linux counts them for this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+class _Largest(threading.Thread):
+    """Looks now and then how much memory this process has taken since it began, and how much a folder holds."""
+
+    def __init__(self, folder: Path):
+        super().__init__(daemon=True)
+        self.folder, self.over = folder, threading.Event()
+        self.disk = self.memory = 0
+        self.held = _status("RssAnon")
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(SAMPLE_SECONDS):
+            self.memory = max(self.memory, _status("RssAnon") - self.held)
+            self.disk = max(self.disk, sum(_size(path) for path in self.folder.rglob("*")))
+
+    def stop(self) -> None:
+        self.over.set()
+        self.join()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # gone since it was listed
+        return 0
 
 
 def compare_dtypes(context: int, passages: int, dtype: str, model: str) -> dict[str, float]:
@@ -43,7 +175,14 @@ def main() -> None:
     half.add_argument("--dtype", default="bfloat16")
     half.add_argument("--context", type=int, default=512)
     half.add_argument("--passages", type=int, default=2)
+    one = verbs.add_parser("measure")
+    one.add_argument("size", choices=list(SIZES))
+    one.add_argument("verb_measured", choices=list(WORK), metavar="verb")
+    one.add_argument("--layers", type=int)
     chosen = parser.parse_args()
+    if chosen.verb == "measure":
+        print(json.dumps(measure(chosen.size, chosen.verb_measured, chosen.layers)))
+        return
     print(json.dumps(compare_dtypes(chosen.context, chosen.passages, chosen.dtype, chosen.model), indent=1))
 
 

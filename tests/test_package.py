@@ -17,7 +17,8 @@ import attngap
 from attngap.mechanisms import contracts
 
 ROOT = Path(__file__).parents[1]
-FUNCTIONS = {"capture", "catalogue", "diagnose", "evaluate", "linearize", "load", "mechanism", "probe", "save"}
+FUNCTIONS = {"capture", "catalogue", "diagnose", "estimate", "evaluate", "linearize", "load", "mechanism", "probe"}
+FUNCTIONS |= {"save"}
 OPTIONS = {"ConversionOptions", "DiagnosisOptions", "Measures"}
 CLASSES = {"AttngapError", "Diagnosis", "Mechanism", "Plan", "Receipt"} | OPTIONS
 PUBLIC = FUNCTIONS | CLASSES | {"ops", "theory", "__version__"}

@@ -29,6 +29,7 @@ __all__ = [
     "capture",
     "catalogue",
     "diagnose",
+    "estimate",
     "evaluate",
     "linearize",
     "load",
@@ -51,6 +52,7 @@ _HOME = {
     "capture": "attngap.models.capture",
     "catalogue": "attngap.mechanisms.catalogue",
     "diagnose": "attngap.diagnosis.diagnose",
+    "estimate": "attngap.costs.estimate",
     "evaluate": "attngap.conversion.evaluate",
     "linearize": "attngap.conversion.linearize",
     "load": "attngap.models.load",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from attngap.conversion.linearize import linearize
     from attngap.conversion.options import ConversionOptions
     from attngap.conversion.receipt import Receipt
+    from attngap.costs.estimate import estimate
     from attngap.diagnosis.diagnose import diagnose
     from attngap.diagnosis.options import DiagnosisOptions
     from attngap.diagnosis.result import Diagnosis

@@ -9,6 +9,7 @@ from attngap.cli.bench import bench
 from attngap.cli.chat import chat
 from attngap.cli.demo import demo
 from attngap.cli.diagnose import diagnose
+from attngap.cli.estimate import estimate
 from attngap.cli.eval import evaluate
 from attngap.cli.generate import generate
 from attngap.cli.linearize import linearize
@@ -25,6 +26,7 @@ VERBS = {
     "diagnose": (diagnose, "Which heads of a model need softmax, and why?"),
     "plan": (plan, "Which heads to keep, and what another share would cost."),
     "linearize": (linearize, "Replace the other heads; see what it costs and gains."),
+    "estimate": (estimate, "What would both cost for this model, and what would it gain?"),
     "generate": (generate, "Continue a prompt, token by token."),
     "chat": (chat, "Talk to the converted model, to the original, or to both."),
     "eval": (evaluate, "Measure a converted model again, or on long tasks."),
