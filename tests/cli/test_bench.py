@@ -3,10 +3,15 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import attngap
 from attngap import catalogue
 from attngap.benchmark import measure
 from attngap.cli import bench as module
 from attngap.cli.app import app
+from attngap.conversion.evaluate import Measures
+from attngap.conversion.linearize import linearize
+from tests.conversion.small import TEXT, plan
+from tests.zoo import tiny, tokenizer
 
 RUNNER = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
 
@@ -30,7 +35,8 @@ def test_json_names_every_op_and_mechanism(records):
 
 
 def test_table_fits_80_columns(records, monkeypatch):
-    monkeypatch.setattr(module, "measure", lambda quick: records)
+    slow = [{**r, "milliseconds": 1234.5} if r.get("implementation") == "attngap" else r for r in records]
+    monkeypatch.setattr(module, "measure", lambda quick: slow)
     done = RUNNER.invoke(app, ["bench"], catch_exceptions=False)
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -45,3 +51,38 @@ def test_missing_peers_are_named(records, monkeypatch):
     monkeypatch.setattr(module, "measure", lambda quick: gone)
     done = RUNNER.invoke(app, ["bench"], catch_exceptions=False)
     assert "fast-transformers: not installed" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A converted model of two layers beside its original."""
+    base, converted = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("converted")
+    tiny().save_pretrained(base)
+    tokenizer().save_pretrained(base)
+    model, words = attngap.load(base)
+    made = plan(model)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"name": str(base)})})
+    quick = {"context": 64, "tokens": 256, "steps": 1, "joint": 0, "rounds": 0}
+    measures = Measures(passages=1, trials=0, contexts=(), baselines=False)
+    attngap.save(linearize(model, words, made, TEXT, measures=measures, **quick)[0], converted, tokenizer=words)
+    return converted
+
+
+def test_a_converted_folder_is_measured_beside_its_original(folder):
+    done = RUNNER.invoke(app, ["bench", str(folder), "--contexts", "40", "--prompts", "30,50", "--json"])
+    assert done.exit_code == 0, done.output
+    weights, decode, *prompts = json.loads(done.stdout)
+    assert weights["what"] == "weights"
+    assert weights["mb"] > 0
+    assert (decode["what"], decode["n"]) == ("decode", 40)
+    assert [(each["what"], each["n"]) for each in prompts] == [("prefill", 30), ("prefill", 50)]
+    for record in (decode, *prompts):
+        taken = record["milliseconds"]
+        assert record["times_as_fast"] == pytest.approx(taken["original"] / taken["converted"])
+    assert decode["cache_mb"].keys() == {"original", "converted"}
+
+
+def test_what_is_no_converted_folder_is_refused(tmp_path):
+    done = RUNNER.invoke(app, ["bench", str(tmp_path)])
+    assert done.exit_code != 0
+    assert "No converted model in" in done.output or "No converted model in" in str(done.exception)

@@ -1,11 +1,13 @@
 """`attngap bench`: how fast, how much memory, against whom."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attngap.errors import missing_extra
+from attngap.cli.eval import parse_contexts
+from attngap.errors import AttngapError, missing_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,21 +16,61 @@ QUICK, FULL = (512, 2048), (512, 2048, 8192, 32768)
 QUICK_MECHANISMS, FULL_MECHANISMS = (256, 512, 1024), (256, 512, 1024, 2048, 4096, 8192)
 
 
+QUICK_CONTEXTS, QUICK_PROMPTS = "256,1024", "512"
+
+
 def bench(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder written by `attngap linearize`: measure its model instead of the ops.")
+    ] = None,
+    contexts: Annotated[str, typer.Option(help="Lengths at which FOLDER decodes.")] = "256,1024,4096,16384",
+    prompts: Annotated[str, typer.Option(help="Lengths of prompts that FOLDER reads.")] = "512,1024,4096",
     quick: Annotated[bool, typer.Option("--quick", help="Short sequences only: a minute instead of many.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON on stdout.")] = False,
 ) -> None:
-    """Measure speed and memory of the ops beside their peers, and from which length each mechanism beats softmax.
+    """Measure speed and memory: of the ops beside their peers, or of a converted model beside its original.
 
-    8 heads of width 64, float32, batch 1, causal. Ratios are within one run, ours and peers called in turns.
+    Ops: 8 heads of width 64, float32, batch 1, causal, and from which length each mechanism beats softmax. Models:
+    a token after so many others, and whole prompts. Ratios are within one run, both sides called in turns.
 
     \b
     Examples:
       attngap bench --quick
+      attngap bench fast --prompts 1024
       attngap bench --json > bench.json
     """
-    records = measure(quick)
-    print(json.dumps(records, indent=2)) if as_json else _print(records)
+    if folder is not None:
+        lengths = (QUICK_CONTEXTS, QUICK_PROMPTS) if quick else (contexts, prompts)
+        records = measure_model(folder, *(parse_contexts(each) for each in lengths))
+    else:
+        records = measure(quick)
+    if as_json:
+        print(json.dumps(records, indent=2))
+    elif folder is not None:
+        _print_model(records)
+    else:
+        _print(records)
+
+
+def measure_model(folder: Path, contexts: tuple[int, ...], prompts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A converted model and its original."""
+    if not (folder / "attngap.json").exists():
+        raise AttngapError(f"No converted model in '{folder}'. Write one: attngap linearize MODEL -o {folder}")
+    if min((*contexts, *prompts), default=1) < 1:
+        raise AttngapError("Contexts and prompts are lengths of at least 1")
+    from attngap.benchmark.model import model_speeds
+    from attngap.models.load import load
+    from attngap.models.save import load_base, read_record
+    from attngap.progress import progress
+
+    records = []
+    with progress("benchmark", 2 + len(contexts) + len(prompts)) as advance:
+        models = {"original": load_base(folder, read_record(folder))[0].eval(), "converted": load(folder)[0].eval()}
+        advance(note="models")
+        for note, found in model_speeds(models, contexts, prompts):
+            records.append(found)
+            advance(note=note)
+    return records
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
@@ -62,6 +104,27 @@ def _print(records: list[dict[str, Any]]) -> None:
     console.print(_crossover_table([r for r in records if r["op"] == "crossover"]))
 
 
+def _print_model(records: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False)
+    table = Table("", box=None)
+    for head in ("tokens", "original ms", "converted ms", "times as fast", "cache MB"):
+        table.add_column(head, justify="right")
+    for r in records[1:]:
+        times = [f"{r['milliseconds'][name]:.4g}" for name in ("original", "converted")]
+        held = [f"{x:.0f}" for x in r.get("cache_mb", {}).values()]
+        table.add_row(r["what"], f"{r['n']:,}", *times, f"{r['times_as_fast']:.2f}", " / ".join(held))
+    console.print(table)
+    weights = records[0]
+    console.print(
+        f"decode: one token after so many; prefill: a whole prompt. A token cannot take less than one read of the "
+        f"weights: {weights['mb']:.0f} MB, {weights['milliseconds']:.1f} ms.",
+        style="dim",
+    )
+
+
 def _ops_table(records: list[dict[str, Any]]) -> "Table":
     from rich.table import Table
 
@@ -78,9 +141,14 @@ def _ops_table(records: list[dict[str, Any]]) -> "Table":
         for direction in ("forward", "forward+backward"):
             record, ours = by_direction[direction], rows[op, n, "attngap"][direction]
             ratio = ours["ratios"].get(name)
-            cells += [f"{record['milliseconds']:.3g}", f"{record['extra_mb']:.3g}", f"{ratio:.1f}" if ratio else ""]
+            cells += [_brief(record["milliseconds"]), _brief(record["extra_mb"]), f"{ratio:.1f}" if ratio else ""]
         table.add_row(op, str(n), name, *cells)
     return table
+
+
+def _brief(x: float) -> str:
+    """In few places whatever its size, so that a table fits."""
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}" if x >= 0.01 else f"{x:.3f}"
 
 
 def _crossover_table(records: list[dict[str, Any]]) -> "Table":
