@@ -23,7 +23,7 @@ from torch import Tensor
 
 OURS, THROUGHOUT = "attngap", "attngap, throughout"
 OUR_FORM_THEIR_HEADS, RANDOM = "our form, DuoAttention's heads", "our form, random heads"
-FEATURED, WINDOW_FORM = "features in every replaced group, our heads", "sinks + window, our heads"
+ONE_WINDOW, WINDOW_FORM = "attngap, one window at all budgets", "sinks + window, our heads"
 WINDOW_ALL = "sinks + window, all heads, throughout"
 FORMS = "forms.json"
 Group = tuple[int, int]  # layer, key head
@@ -212,7 +212,7 @@ def variants(parts: Parts, options: argparse.Namespace) -> dict[str, Variant]:
     found = {
         OURS: Variant(our, fitting),
         RANDOM: Variant(random_scores(parts.layers, parts.groups, 0), fitting),
-        FEATURED: Variant(our, lambda length, budget: parts),
+        ONE_WINDOW: Variant(our, lambda length, budget: parts),
         WINDOW_FORM: Variant(our, lambda length, budget: near),
     }
     theirs = read_scores(folder, "duo")

@@ -14,7 +14,7 @@ from typing import Any
 from conversions import FORMS, Form, Parts, best, load_parts, read_scores
 from scores import heads_of, slices, tokenizer_of
 
-WINDOWS = (16, 32, 64, 128)
+WINDOWS = (16, 64)
 SEED = 21  # scores of heads read other passages
 
 
