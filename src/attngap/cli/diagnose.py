@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, MaxMemory, placed
 from attngap.diagnosis.options import DiagnosisOptions
 from attngap.errors import AttngapError
 
@@ -40,6 +40,7 @@ def diagnose(
     seed: Annotated[int, _help("seed")] = _default("seed"),
     dtype: Dtype = DTYPE,
     device: Device = DEVICE,
+    max_memory: MaxMemory = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result in the folder.")] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load weights that can run code.")] = False,
     trust_remote_code: Annotated[
@@ -70,11 +71,13 @@ def diagnose(
     from attngap.storage.folder import check_output
 
     check_output(output, "diagnosis.json", "diagnosis", overwrite=overwrite)
+    from attngap.costs.room import check_room
     from attngap.diagnosis.diagnose import diagnose as run
     from attngap.heads.passages import read
     from attngap.models.load import load
 
-    where = placed(dtype, device)
+    where = placed(dtype, device, max_memory)
+    check_room(model, options, **where)
     documents = read(text) if text else None
     loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, **where)
     result = run(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attngap.cli import complete
-from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
+from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, MaxMemory, placed
 from attngap.conversion.options import ConversionOptions
 from attngap.errors import AttngapError
 from attngap.options import KEEP
@@ -56,6 +56,7 @@ def linearize(
     seed: Annotated[int, _help("seed")] = _default("seed"),
     dtype: Dtype = DTYPE,
     device: Device = DEVICE,
+    max_memory: MaxMemory = None,
     ray: Annotated[str | None, typer.Option(help="Fit layers on a Ray cluster: host:port, auto or local.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Write the base model too.")] = False,
     measure: Annotated[
@@ -85,13 +86,15 @@ def linearize(
 
     check_output(output, "attngap.json", "converted model", overwrite=overwrite)
     from attngap.conversion.linearize import linearize as run
+    from attngap.costs.room import check_room
     from attngap.heads.passages import read
     from attngap.models.load import load
     from attngap.models.plan import Plan
     from attngap.ops.pages import keep_freed
 
     keep_freed()
-    where = placed(dtype, device)
+    where = placed(dtype, device, max_memory)
+    check_room(model, options, **where)
     documents = read(text) if text else None
     chosen = None if plan is None else Plan.load(plan)
     if diagnosis is not None:

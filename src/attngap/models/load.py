@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import os
 import re
+import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +17,9 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 
-from attngap.errors import AttngapError, pip_install
+from attngap.errors import AttngapError, missing_extra, pip_install
 from attngap.models.gguf import plain_folder
-from attngap.models.placement import check_products, parse_device, parse_dtype
+from attngap.models.placement import check_products, parse_device, parse_dtype, parse_size
 
 
 class Wheel(NamedTuple):
@@ -38,6 +40,7 @@ FORMS = "a Hugging Face folder or id, a .gguf file, a folder written by `attngap
 )
 # Not of anything that is looked at: an encoder's pooler, and buffers that old checkpoints carry.
 HARMLESS = re.compile(r"(^|\.)pooler\.|\.inv_freq$|position_ids$|\.(attn|attention)\.(masked_)?bias$")
+PLACES = ("device_map", "max_memory", "offload_folder")  # options that say where weights go
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -49,13 +52,15 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     device_map: Any = None,
+    max_memory: int | str | None = None,
     local_files_only: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in evaluation mode and float32 unless `dtype` says otherwise, and its tokenizer.
 
     `dtype` is torch's or its name; "auto" is that of the checkpoint. `device` is cpu, cuda, cuda:1, mps or auto.
-    `device_map` and `local_files_only` mean what they mean to transformers. A checkpoint that lacks weights, or has
-    some that the model does not know, is refused.
+    `device_map` and `local_files_only` mean what they mean to transformers. With `max_memory`, bytes or such as "8GB",
+    weights beyond that stay on disk and are read when their layer runs (extra `offload`). A checkpoint that lacks
+    weights, or has some that the model does not know, is refused.
 
     >>> model, tokenizer = load("smollm2")  # doctest: +SKIP
     """
@@ -67,12 +72,38 @@ def load(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if local_files_only else {}
     placed = {"device_map": device_map} if device_map is not None else {}
+    if max_memory is not None:
+        if placed or (place is not None and place.type != "cpu"):
+            raise AttngapError("max_memory is for the CPU and decides what stays on disk. Give it without a device")
+        return _load_partly(model, allow_pickle, chosen, options, parse_size(max_memory))
     if (path := _path(model)).is_file():
         with plain_folder(path) as folder:  # checked once for both
             found = _load_pretrained(str(folder), str(model), options | placed, chosen or torch.float32, False)
             return on_device(found, place), _tokenizer(str(folder), str(model), options)
     found = load_model(model, allow_pickle=allow_pickle, dtype=chosen, **options, **placed)
     return on_device(found, place), load_tokenizer(model, **options)
+
+
+def _load_partly(
+    model: str | os.PathLike[str], allow_pickle: bool, dtype: Any, options: dict[str, Any], most: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """With at most so many bytes of weights in memory; the folder of the others goes with the model."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise missing_extra("max_memory needs", "offload")
+    folder = tempfile.TemporaryDirectory(prefix="attngap-weights-")
+    placed = {"device_map": "auto", "max_memory": {"cpu": most}, "offload_folder": folder.name}
+    path = _path(model)
+    with contextlib.ExitStack() as stack:
+        if path.is_file():
+            source = str(stack.enter_context(plain_folder(path)))
+            found = _load_pretrained(source, str(model), options | placed, dtype or torch.float32, False)
+        else:
+            source = model
+            found = load_model(model, allow_pickle=allow_pickle, dtype=dtype, **options, **placed)
+        words = load_tokenizer(source, **options)
+    check_products(next(found.parameters()).dtype, "cpu")
+    weakref.finalize(found, folder.cleanup)
+    return found, words
 
 
 def on_device(model: PreTrainedModel, device: torch.device | None) -> PreTrainedModel:
@@ -138,7 +169,7 @@ def load_config(model: str | os.PathLike[str], **options: Any) -> PretrainedConf
 def load_tokenizer(model: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that comes with a model of any form."""
     name, path = str(model), _path(model)
-    options = {key: value for key, value in options.items() if key != "device_map"}
+    options = {key: value for key, value in options.items() if key not in PLACES}
     with _quiet():
         if path.is_file():
             with plain_folder(path) as folder:
@@ -211,7 +242,7 @@ def _load_pretrained(
 ) -> PreTrainedModel:
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(source, **{k: v for k, v in options.items() if k != "device_map"})
+            config = AutoConfig.from_pretrained(source, **{k: v for k, v in options.items() if k not in PLACES})
             kind = model_class(config)
             model, info = kind.from_pretrained(
                 source,

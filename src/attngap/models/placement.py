@@ -95,6 +95,18 @@ def parse_device(asked: Any) -> torch.device | None:
     return device
 
 
+def parse_size(asked: int | str) -> int:
+    """Bytes, of a number or of a text such as 300MB or 8GB.
+
+    >>> parse_size("300MB"), parse_size("1.5 GB")
+    (300000000, 1500000000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", str(asked).strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise AttngapError(f"No size {str(asked)!r}. Give bytes, or such as 300MB, 8GB")
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
 def _mps() -> bool:
     return torch.backends.mps.is_available()
 
