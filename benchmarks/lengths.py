@@ -5,18 +5,22 @@
     python benchmarks/lengths.py fast --kind speeches=sotu.txt --kind narrative=moby.txt --kind code=code.txt \
         --kind dictionary=gcide.dict -o lengths.json
 
-Perplexity ratio and divergence are over the last 512 tokens of a passage, which end alike at every length; recall is a
-number hidden at several depths and a random sequence repeated with several periods, over its last 512 tokens. Every
-figure is written when it is known, and the same command goes on where it stopped. `--table` prints what is there.
+One reading of a passage answers for every length, for no token knows what comes after it: perplexity and divergence
+are over the 512 tokens before each length. Numbers are stated in the passage, outside of these, and at each length
+every one stated so far is asked for, each question on a copy of the cache. A random sequence comes a second time, after
+a period of half of each length; its last 512 tokens count. Every figure is written when it is known, and the same
+command goes on where it stopped. `--table` prints what is there.
 """
 
 import argparse
+import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,9 +30,23 @@ from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.mixed import mixed_heads
 from attngap.models.swap import swap
 
-SCORED = 512  # last tokens
-DEPTHS = (0.1, 0.5, 0.9)
+SCORED = 512  # tokens before a length
+PIECE = 1024  # tokens read at a time
 ORIGINAL, CONVERTED, WINDOW = "original", "converted", "sinks + window"
+PLACES = {  # of the numbers, none among the scored tokens of 1,024, 2,048, 4,096 and 8,192
+    "Anna": 60,
+    "Bruno": 300,
+    "Clara": 480,
+    "David": 1100,
+    "Elena": 1480,
+    "Frank": 2200,
+    "Greta": 2900,
+    "Henry": 3540,
+    "Ivana": 4500,
+    "Jacob": 6000,
+    "Klara": 7600,
+}
+Found = dict[str, dict[str, dict[str, float]]]  # by task, by model
 
 
 def window_alone(original: PreTrainedModel, converted: PreTrainedModel) -> PreTrainedModel:
@@ -40,14 +58,8 @@ def window_alone(original: PreTrainedModel, converted: PreTrainedModel) -> PreTr
     return swap(original, layers)
 
 
-@torch.no_grad()
-def logits(model: PreTrainedModel, tokens: list[int], last: int) -> torch.Tensor:
-    """Predictions of the last tokens, without the one after them."""
-    return model(input_ids=torch.tensor([tokens]), use_cache=False, logits_to_keep=last + 1).logits[0, :-1].float()
-
-
 def passages(tokenizer: PreTrainedTokenizerBase, text: str, longest: int, count: int) -> list[list[int]]:
-    """Evenly spaced passages of the longest length; shorter ones are their ends."""
+    """Evenly spaced passages."""
     size = len(text)
     found = []
     for i in range(count):
@@ -60,91 +72,175 @@ def passages(tokenizer: PreTrainedTokenizerBase, text: str, longest: int, count:
     return found
 
 
-def needle(tokenizer: PreTrainedTokenizerBase, hay: list[int], depth: float, seed: int) -> tuple[list[int], int]:
-    """The hay with a number stated at a depth and asked for at the end; how many tokens the number has."""
-    digits = torch.randint(10, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
+class Passage:
+    """Text with numbers stated in it."""
 
-    def ids(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False).input_ids
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hay: Sequence[int], seed: int):
+        self.tokenizer = tokenizer
+        generator = torch.Generator().manual_seed(seed)
+        self.numbers: dict[str, list[int]] = {}
+        tokens = list(hay)
+        for name, place in PLACES.items():
+            digits = "".join(map(str, torch.randint(10, (5,), generator=generator).tolist()))
+            self.numbers[name] = self._ids(digits)
+            told = [*self._ids(f"\n\nRemember: the secret number of {name} is"), *self._ids(" ")]
+            tokens[place:place] = [*told, *self.numbers[name], *self._ids(".\n\n")]
+        self.tokens = torch.tensor([tokens[: len(hay)]])
 
-    number = ids("".join(map(str, digits)))
-    told = [*ids("\n\nRemember: the secret number is"), *ids(" "), *number, *ids(".\n\n")]
-    asked = [*ids("\n\nQuestion: what is the secret number? The secret number is"), *ids(" "), *number]
-    body = hay[: len(hay) - len(told) - len(asked)]
-    cut = int(len(body) * depth)
-    return [*body[:cut], *told, *body[cut:], *asked], len(number)
+    def question(self, name: str) -> tuple[torch.Tensor, int]:
+        """What is asked, the answer at its end, and how many tokens the answer has."""
+        asked = self._ids(f"\n\nQuestion: what is the secret number of {name}? The secret number of {name} is")
+        number = self.numbers[name]
+        return torch.tensor([[*asked, *self._ids(" "), *number]]), len(number)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
-def repeated(tokenizer: PreTrainedTokenizerBase, period: int, seed: int) -> list[int]:
+@torch.no_grad()
+def read(
+    model: PreTrainedModel, passage: Passage, lengths: Sequence[int], *, ask: bool
+) -> tuple[dict[int, torch.Tensor], dict[tuple[int, str], float]]:
+    """Last states that predict the scored tokens of each length, and the share of each number recalled there."""
+    tokens, cache = passage.tokens, None
+    states, answers, scored = [], {}, {}
+    for start in range(0, max(lengths), PIECE):
+        stop = min(start + PIECE, max(lengths))
+        result = model.base_model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        states.append(result.last_hidden_state[0])
+        if stop not in lengths:
+            continue
+        scored[stop] = torch.cat(states)[-SCORED - 1 : -1].clone()
+        for name in [name for name, place in PLACES.items() if ask and place < stop - SCORED]:
+            asked, count = passage.question(name)
+            out = model(input_ids=asked, past_key_values=copy.deepcopy(cache), use_cache=True).logits[0]
+            right = out[-count - 1 : -1].argmax(-1) == asked[0, -count:]
+            answers[stop, name] = float(right.float().mean())
+    return scored, answers
+
+
+@torch.no_grad()
+def repeated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, period: int, seed: int) -> float:
+    """Share predicted of the last tokens of a sequence of distinct random tokens that comes a second time."""
     special = set(tokenizer.all_special_ids)
     ordinary = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
-    once = ordinary[torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))[:period]].tolist()
-    return [*once, *once]
+    once = ordinary[torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))[:period]]
+    tokens, last = torch.cat((once, once))[None], min(SCORED, period)
+    guessed = model(input_ids=tokens, use_cache=False, logits_to_keep=last + 1).logits[0, :-1].argmax(-1)
+    return float((guessed == tokens[0, -last:]).float().mean())
 
 
-def tasks(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int], int]]:
-    """(name, tokens, how many of the last are scored), the short ones first."""
-    kinds = dict(each.split("=", 1) for each in options.kind)
-    longest = max(options.lengths)
-    texts = {
-        kind: passages(tokenizer, Path(path).read_text(encoding="utf-8", errors="replace"), longest, options.passages)
-        for kind, path in kinds.items()
-    }
-    for length in sorted(options.lengths):
-        for kind, found in texts.items():
-            for i, tokens in enumerate(found):
-                yield f"text/{length}/{kind}/{i}", tokens[-length:], SCORED
-        for seed in range(options.trials):
-            tokens = repeated(tokenizer, length // 2 - 1, 5000 + seed)
-            yield f"repetition/{length}/{length // 2 - 1}/{seed}", tokens, min(SCORED, length // 2 - 1)
-        hays = list(texts.values())
-        for seed in range(options.trials):
-            for depth in DEPTHS if texts else ():
-                hay = hays[seed % len(hays)][0][-length:]
-                tokens, digits = needle(tokenizer, hay, depth, 9000 + seed)
-                yield f"needle/{length}/{depth}/{seed}", tokens, digits
+class Measurement:
+    """What is known, and how the rest is found out."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.lengths = options, sorted(options.lengths)
+        self.original, self.tokenizer = attngap.load(options.model)
+        self.found: Found = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+
+        self.models: dict[Path | None, dict[str, PreTrainedModel]] = {None: {ORIGINAL: self.original}}
+        for folder in options.folders:
+            converted, _ = attngap.load(folder)
+            self.models[folder] = {f"{CONVERTED} {folder}": converted}
+            if not options.no_window:
+                self.models[folder][f"{WINDOW} {folder}"] = window_alone(self.original, converted)
+
+    def text(self, kind: str, place: int, passage: Passage) -> None:
+        """Every model on one passage; what the original made of it is kept beside the figures."""
+        kept = self.options.output.with_suffix(f".{kind}.{place}.safetensors")
+        for folder in (None, *self.options.folders):
+            for model, each in self.models[folder].items():
+                names = {length: f"text/{length}/{kind}/{place}" for length in self.lengths}
+                if all(model in self.found.get(name, {}) for name in names.values()) and kept.exists():
+                    continue
+                ask = not model.startswith(WINDOW) and not self.options.no_recall
+                states, answers = read(each, passage, self.lengths, ask=ask)
+                if model == ORIGINAL:
+                    save_file({str(length): x for length, x in states.items()}, kept)
+                teacher = load_file(kept)
+                for length, found in states.items():
+                    labels = passage.tokens[0, length - SCORED : length]
+                    self._note(names[length], model, self._apart(found, teacher[str(length)], labels))
+                for (length, name), right in answers.items():
+                    self._note(f"needle/{length}/{PLACES[name]}/{kind}/{place}", model, {"right": right})
+                print(kind, place, model, flush=True)
+
+    @torch.no_grad()
+    def _apart(self, states: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        head = self.original.get_output_embeddings()
+        ours, theirs = (head(x).float().log_softmax(-1) for x in (states, teacher))
+        apart = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+        return {"loss": float(F.nll_loss(ours, labels)), "divergence": apart}
+
+    def repetition(self) -> None:
+        for folder in (None, *self.options.folders):
+            for model, each in self.models[folder].items():
+                for length in self.lengths if not model.startswith(WINDOW) else ():
+                    for seed in range(self.options.trials):
+                        name, period = f"repetition/{length}/{seed}", length // 2 - 1
+                        if model not in self.found.get(name, {}):
+                            right = repeated(each, self.tokenizer, period, 5000 + seed)
+                            self._note(name, model, {"right": right})
+                            print(name, model, right, flush=True)
+
+    def _note(self, name: str, model: str, figures: dict[str, float]) -> None:
+        self.found.setdefault(name, {})[model] = figures
+        draft = self.options.output.with_suffix(".draft")
+        draft.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        draft.replace(self.options.output)
+
+    def run(self) -> None:
+        for kind, path in (each.split("=", 1) for each in self.options.kind):
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            found = passages(self.tokenizer, text, self.lengths[-1], self.options.passages)
+            for place, hay in enumerate(found):
+                self.text(kind, place, Passage(self.tokenizer, hay, 9000 + place))
+        self.repetition()
 
 
-def measure(models: dict[str, PreTrainedModel], tokens: list[int], scored: int) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    labels = torch.tensor(tokens[-scored:])
-    teacher = None
-    for name, model in models.items():
-        out = logits(model, tokens, scored).log_softmax(-1)
-        teacher = out if teacher is None else teacher
-        found[name] = {
-            "loss": float(F.nll_loss(out, labels)),
-            "right": float((out.argmax(-1) == labels).float().mean()),
-            "divergence": float((teacher.exp() * (teacher - out)).sum(-1).mean()),
-        }
-    return found
-
-
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+def table(found: Found) -> str:
     """Markdown: a row for each length and model."""
     lengths = sorted({int(name.split("/")[1]) for name in found})
     kinds = sorted({name.split("/")[2] for name in found if name.startswith("text/")})
-    models = list(dict.fromkeys(model for each in found.values() for model in each))
+    models = [m for m in dict.fromkeys(model for each in found.values() for model in each) if m != ORIGINAL]
     heads = " | ".join(kinds)
     lines = [f"| length | model | {heads} | mean ratio | KL | needle | repetition |", "|---" * (6 + len(kinds)) + "|"]
     for length in lengths:
         for model in models:
-            if model == ORIGINAL:
-                continue
             ratios = []
             for kind in kinds:
-                rows = [x for name, x in found.items() if name.startswith(f"text/{length}/{kind}/") and model in x]
+                rows = _rows(found, f"text/{length}/{kind}/", model)
                 gaps = [x[model]["loss"] - x[ORIGINAL]["loss"] for x in rows]
                 ratios.append(math.exp(sum(gaps) / len(gaps)) if gaps else math.nan)
-            apart = [x[model]["divergence"] for n, x in found.items() if n.startswith(f"text/{length}/") and model in x]
+            apart = [x[model]["divergence"] for x in _rows(found, f"text/{length}/", model)]
             cells = [f"{x:.4f}" for x in (*ratios, sum(ratios) / max(1, len(ratios)))]
             cells.append(f"{sum(apart) / max(1, len(apart)):.4f}")
             for task in ("needle", "repetition"):
-                rows = [x for n, x in found.items() if n.startswith(f"{task}/{length}/") and model in x]
+                rows = _rows(found, f"{task}/{length}/", model)
                 ours, theirs = (sum(x[m]["right"] for x in rows) / max(1, len(rows)) for m in (model, ORIGINAL))
                 cells.append(f"{ours:.1%} of {theirs:.1%}" if rows else "-")
             lines.append(f"| {length} | {model} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def needles(found: Found) -> str:
+    """Markdown: share of digits recalled by length and by where the number stood."""
+    lines = ["| length | model | " + " | ".join(f"at {place}" for place in PLACES.values()) + " |"]
+    lines.append("|---" * (2 + len(PLACES)) + "|")
+    tasks = [name for name in found if name.startswith("needle/")]
+    for length in sorted({int(name.split("/")[1]) for name in tasks}):
+        for model in dict.fromkeys(model for name in tasks for model in found[name]):
+            cells = []
+            for place in PLACES.values():
+                rows = _rows(found, f"needle/{length}/{place}/", model)
+                cells.append(f"{sum(x[model]['right'] for x in rows) / len(rows):.0%}" if rows else "")
+            lines.append(f"| {length} | {model} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _rows(found: Found, begin: str, model: str) -> list[dict[str, dict[str, float]]]:
+    return [x for name, x in found.items() if name.startswith(begin) and model in x and ORIGINAL in x]
 
 
 def main() -> None:
@@ -154,28 +250,16 @@ def main() -> None:
     parser.add_argument("--kind", action="append", default=[], help="NAME=FILE, a kind of text")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--passages", type=int, default=1, help="of each kind")
-    parser.add_argument("--trials", type=int, default=1, help="of each needle and repetition")
+    parser.add_argument("--trials", type=int, default=1, help="of each repetition")
     parser.add_argument("--no-window", action="store_true", help="leave out sinks and window alone")
+    parser.add_argument("--no-recall", action="store_true", help="ask for no numbers")
     parser.add_argument("--table", action="store_true", help="print what was measured, measure nothing")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    found = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
     if not options.table:
-        original, tokenizer = attngap.load(options.model)
-        models = {ORIGINAL: original}
-        for folder in options.folders:
-            converted, _ = attngap.load(folder)
-            models[f"{CONVERTED} {folder}"] = converted
-            if not options.no_window:
-                models[f"{WINDOW} {folder}"] = window_alone(original, converted)
-        for name, tokens, scored in tasks(options, tokenizer):
-            missing = {key: model for key, model in models.items() if key not in found.get(name, {})}
-            if not missing:
-                continue
-            found[name] = found.get(name, {}) | measure({ORIGINAL: original} | missing, tokens, scored)
-            options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            print(name, {key: round(x["loss"], 4) for key, x in found[name].items()}, flush=True)
-    print(table(found))
+        Measurement(options).run()
+    found: Found = json.loads(options.output.read_text(encoding="utf-8"))
+    print(table(found), needles(found), sep="\n\n")
 
 
 if __name__ == "__main__":

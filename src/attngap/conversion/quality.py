@@ -19,6 +19,8 @@ from attngap.models.placement import device_of
 DEPTHS = (0.1, 0.5, 0.9)
 DIGITS = 5
 SCORED = 512  # last tokens of a passage that count, at most
+NUMBERS = 3  # hidden at a place per trial, where passages are cheap to read: one digit of five is a fifth of a number
+CHEAP = 2048  # tokens of such a passage, at most
 SEQUENCES = 2  # of repeated random tokens per trial: half a thousand predictions alone are off by two points
 
 
@@ -102,11 +104,11 @@ def needle(
     found = {}
     for length in lengths:
         hay = passages(tokenizer, text, context=length, count=trials, seed=seed, split="heldout")
+        numbers = trials * (NUMBERS if length <= CHEAP else 1)
         for depth in DEPTHS:
-            seeds = [seed_for(seed, "receipt needle", trial) for trial in range(trials)]
+            seeds = [seed_for(seed, "receipt needle", number) for number in range(numbers)]
             hits = [
-                _recalled(model, *hide(tokenizer, straw, depth, seed=drawn))
-                for drawn, straw in zip(seeds, hay, strict=True)
+                _recalled(model, *hide(tokenizer, hay[i % trials], depth, seed=drawn)) for i, drawn in enumerate(seeds)
             ]
             found[f"{length}@{depth:.1f}"] = sum(hits) / len(hits)
     return found
