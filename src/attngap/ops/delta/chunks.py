@@ -37,7 +37,7 @@ class DeltaChunks(torch.autograd.Function):
             ctx.save_for_backward(q, k, v, beta, log_decay, S, mask, u)
             return out, after
         ctx.save_for_backward(q, k, v, beta, log_decay, S, mask, None)
-        run = Run(q, k, v, beta, log_decay, mask, setting)
+        run = DeltaInputs(q, k, v, beta, log_decay, mask, setting)
         out = pages.empty((*q.shape[:3], v.shape[-1]), v.dtype, v.device)
         rows, state = run.folded(out), S.flatten(0, 1).clone()
         for span in run.spans:
@@ -58,8 +58,8 @@ class DeltaChunks(torch.autograd.Function):
             wanted = ctx.needs_input_grad[4]
             d_out, dS = plain_grads(d_out, dS)
             return *compiled.backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted), None, None
-        run = Run(q, k, v, beta, log_decay, mask, ctx.setting)
-        grads = Grads(run, q, k, v, beta, log_decay, d_out)
+        run = DeltaInputs(q, k, v, beta, log_decay, mask, ctx.setting)
+        grads = DeltaGrads(run, q, k, v, beta, log_decay, d_out)
         saved, state = SavedStates(run, grads.v), S.flatten(0, 1).clone()
         for span in run.spans[:-1]:
             saved.put(span, state)
@@ -85,7 +85,7 @@ class DeltaChunks(torch.autograd.Function):
         )
 
 
-class Run:
+class DeltaInputs:
     """The inputs, folded into groups of chunks, and what the group at hand needs; m is chunks times n = b heads."""
 
     x: Tensor  # (m, group c + c, r): the queries of a group of heads, then the keys, which also ask the memory
@@ -162,7 +162,7 @@ class Run:
 class SavedStates:
     """The states before groups: in the rows of dv where shape and type allow it, else in memory of their own."""
 
-    def __init__(self, run: Run, dv: Tensor):
+    def __init__(self, run: DeltaInputs, dv: Tensor):
         self.run, self.dv = run, dv
         self.alike = dv.shape[1] == run.setting.heads and dv.dtype == run.setting.dtype
         self.held: dict[int, Tensor] = {}
@@ -180,10 +180,10 @@ class SavedStates:
         return self.held.pop(span.start).flatten(0, 1)
 
 
-class Grads:
+class DeltaGrads:
     """The gradients, written group by group from the last to the first."""
 
-    def __init__(self, run: Run, q, k, v, beta, log_decay: Tensor | None, d_out: Tensor):
+    def __init__(self, run: DeltaInputs, q, k, v, beta, log_decay: Tensor | None, d_out: Tensor):
         self.run, self.d_out = run, run.folded(d_out)
         self.q, self.k, self.v, self.beta = (pages.empty_like(x) for x in (q, k, v, beta))
         self.log_decay = None if log_decay is None else pages.empty_like(log_decay)

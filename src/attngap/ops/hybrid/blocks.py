@@ -143,7 +143,7 @@ def forward_rows(piece: Piece, S: Tensor, z: Tensor, out: Tensor, stats: list[Te
 
 
 @dataclasses.dataclass(frozen=True)
-class Grads:
+class BlockGrads:
     """Where a piece's gradients go, None where nobody asked, and what they come from."""
 
     d_out: Tensor
@@ -170,7 +170,7 @@ class Grads:
         return g, D.masked_fill_(n.abs() < EPS, 0.0), piece.scalars(self.coefficient, block)
 
 
-def backward_band(piece: Piece, grads: Grads, S: Tensor, z: Tensor) -> None:
+def backward_band(piece: Piece, grads: BlockGrads, S: Tensor, z: Tensor) -> None:
     """Forward in time, S and z growing: every gradient but those that reach a token through S and z."""
     for block in piece.layout.blocks():
         V = piece.values.read(block.start, block.stop, piece.dtype, sinks=True)
@@ -198,7 +198,7 @@ def backward_band(piece: Piece, grads: Grads, S: Tensor, z: Tensor) -> None:
             z += F.sum(1)[..., None]
 
 
-def backward_near(piece: Piece, grads: Grads, block: Block, V, g, D, T, d_lift) -> None:
+def backward_near(piece: Piece, grads: BlockGrads, block: Block, V, g, D, T, d_lift) -> None:
     """The gradients of q, k and, through the weights of the band, v."""
     K = piece.keys.read(block.start, block.stop, piece.dtype, sinks=True)
     P = piece.logits(block, K)
@@ -219,7 +219,7 @@ def backward_near(piece: Piece, grads: Grads, block: Block, V, g, D, T, d_lift) 
         grads.values.add(torch.bmm(P.mT, g), block.start, block.stop, sinks=True)
 
 
-def backward_state(piece: Piece, grads: Grads, dS: Tensor, dz: Tensor) -> None:
+def backward_state(piece: Piece, grads: BlockGrads, dS: Tensor, dz: Tensor) -> None:
     """Backward in time, dS and dz growing: what reaches a token through S and z."""
     for block in reversed(piece.layout.blocks()):
         if block.leaving and grads.features.wanted:
@@ -270,7 +270,7 @@ class HybridBlocks(torch.autograd.Function):
             dq, dk, dv, dfq, dfk, dgain, *past = (None if x is None else x[part] for x in found)
             given = {name: x[part] for name, x in rows_given.items()}
             keys, values, features = make_timelines(layout, past, (dk, dv, dfk))
-            grads = Grads(**given, dq=dq, dfq=dfq, dgain=dgain, keys=keys, values=values, features=features)
+            grads = BlockGrads(**given, dq=dq, dfq=dfq, dgain=dgain, keys=keys, values=values, features=features)
             backward_band(piece, grads, S[part].flatten(0, 1).clone(), z[part].flatten(0, 1)[..., None].clone())
             backward_state(piece, grads, dS[part].flatten(0, 1), dz[part].flatten(0, 1))
         down = (None if g is None else g.to(x.dtype) for g, x in zip(found, sources, strict=True))

@@ -169,6 +169,7 @@ def backward(inputs, past, S, z, tokens: Tokens, setting: PieceSetting, results,
     those of queries, keys and values are left out: fitting features does not need them.
     """
     from attngap.ops.hybrid import kernels_backward as kernels
+    from attngap.ops.hybrid.kernels_gradients import Above, Grads
 
     q, k, v, fq, fk, gain = inputs
     unused = [q.new_empty(()).expand(x.shape) for x in (q, k, v, past[0], past[1])]
@@ -184,8 +185,8 @@ def backward(inputs, past, S, z, tokens: Tokens, setting: PieceSetting, results,
     arguments = (
         x,
         setting.options(q, given=not near),
-        kernels.Above(*as_rows(*given)),
-        kernels.Grads(*as_rows(*found)),
+        Above(*as_rows(*given)),
+        Grads(*as_rows(*found)),
         scratch.room,
     )
     native.run(kernels.backward, arguments, q.dtype, S.shape[0] * S.shape[1], 3 * work, scratch)
@@ -194,7 +195,7 @@ def backward(inputs, past, S, z, tokens: Tokens, setting: PieceSetting, results,
 
 
 def backward_room(inputs, setting: PieceSetting) -> Scratch:
-    from attngap.ops.hybrid import kernels_backward as kernels
+    from attngap.ops.hybrid.kernels_gradients import Room
 
     q, _, v, fq = inputs[:4]
     size, n = q.element_size(), native.VECTOR // q.element_size()
@@ -229,7 +230,7 @@ def backward_room(inputs, setting: PieceSetting) -> Scratch:
         "coefficient": n * size,
         "unit": n * size,
     }
-    return lay_out(kernels.Room, sizes)
+    return lay_out(Room, sizes)
 
 
 def update_count(q: Tensor, value_dim: int, features: int, setting: PieceSetting) -> int:

@@ -69,7 +69,7 @@ class LinearChunks(torch.autograd.Function):
         d_decay = pages.empty_like(log_decay) if ctx.needs_input_grad[3] else None
         before_S, before_z = _like(S), None if z is None else _like(z)
         for lanes, run in runs(q, k, v, log_decay, mask, ctx.setting):
-            grads = Grads(run, [lanes(x) for x in found], lanes.maybe(d_decay), lanes(d_out), lanes(out))
+            grads = LinearGrads(run, [lanes(x) for x in found], lanes.maybe(d_decay), lanes(d_out), lanes(out))
             state = Carried(lanes(S), lanes.maybe(z))
             back = Carried(lanes(dS), None if z is None else lanes(dz))
             saved = SavedStates(grads.v, run.heads, ctx.setting.dtype)
@@ -98,7 +98,7 @@ class Lanes:
         return None if x is None else self(x)
 
 
-def runs(q, k, v, log_decay, mask, setting: Setting) -> Iterator[tuple[Lanes, "Run"]]:
+def runs(q, k, v, log_decay, mask, setting: Setting) -> Iterator[tuple[Lanes, "LinearInputs"]]:
     """Lane after lane, or several where sequences are short."""
     b, h, t, r = q.shape
     scratch = Scratch(q, setting.dtype)
@@ -112,7 +112,10 @@ def runs(q, k, v, log_decay, mask, setting: Setting) -> Iterator[tuple[Lanes, "R
         for first in range(0, setting.heads, heads):
             lanes = Lanes(slice(i, i + sequences), first, min(first + heads, setting.heads), setting.heads)
             part = None if mask is None else mask[lanes.batch]
-            yield lanes, Run([lanes(x) for x in (q, k, v)], lanes.maybe(log_decay), part, lanes, decay, most, setting)
+            yield (
+                lanes,
+                LinearInputs([lanes(x) for x in (q, k, v)], lanes.maybe(log_decay), part, lanes, decay, most, setting),
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Place:
             self.value.mul_(factor)
 
 
-class Run:
+class LinearInputs:
     """The inputs of some lanes in groups of chunks, and what the group at hand needs; m is lanes times chunks."""
 
     q: Tensor  # (m, group c, r)
@@ -189,7 +192,9 @@ class Carried:
         if z is not None and self.z is not None:
             z.copy_(self.z.view(z.shape))
 
-    def advance(self, run: Run, k: Tensor, v: Tensor, weight: Tensor | None = None, *, back: bool = False) -> "States":
+    def advance(
+        self, run: LinearInputs, k: Tensor, v: Tensor, weight: Tensor | None = None, *, back: bool = False
+    ) -> "States":
         """S <- kept S + k^T v, z <- kept z + k^T weight (ones if None) over the chunks; what each began with."""
         (m, _, r), dv, side = k.shape, v.shape[-1], "after" if back else "before"
         lanes = self.S.shape[0], run.span.count
@@ -231,10 +236,10 @@ class SavedStates:
         return Carried(*self.held.pop(span.start))
 
 
-class Grads:
+class LinearGrads:
     """The gradients of some lanes, written group by group from the last to the first."""
 
-    def __init__(self, run: Run, found: list[Tensor], d_decay: Tensor | None, d_out: Tensor, out: Tensor):
+    def __init__(self, run: LinearInputs, found: list[Tensor], d_decay: Tensor | None, d_out: Tensor, out: Tensor):
         self.run, self.d_rows, self.rows = run, run.folded(d_out), run.folded(out)
         self.q, self.k, self.v = (run.folded(x) for x in found)
         self.log_decay = None if d_decay is None else run.folded(d_decay)
