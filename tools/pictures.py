@@ -19,7 +19,7 @@ def draw_law(path: Path) -> None:
     points = [
         {"needle": step / 50, "kernel": name, "success": _success(kernel, n, step / 50)}
         for name, kernel in (("softmax", "softmax"), ("linear", "linear"), ("polynomial", ("polynomial", 4.0)))
-        for step in range(5, 61)
+        for step in range(5, 76)
     ]
     chart = success_curves(points, needle=0.543, critical=0.618).properties(width=560, height=260, background="white")
     path.write_text(vl_convert.vegalite_to_svg(chart.to_dict()), encoding="utf-8")
@@ -36,7 +36,7 @@ def photograph(report: Path, path: Path) -> None:
         sys.exit("pictures: no chromium on this machine; Debian: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1180, "height": 1120}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1180, "height": 1092}, color_scheme="light")
         page.goto(report.absolute().as_uri())
         page.wait_for_selector("html[data-ready]")
         page.wait_for_timeout(500)  # charts have drawn

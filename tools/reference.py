@@ -15,6 +15,7 @@ from typing import Any
 
 import pydantic
 import typer.main
+from pydantic_core import PydanticUndefined
 
 import attngap
 from attngap.cli.app import app
@@ -137,7 +138,7 @@ def _entry(thing: Any, name: str) -> list[str]:
     lines.append(f"{_doc(thing)}\n")
     fields = [*_fields(thing), *_properties(thing)]
     if fields:
-        lines += ["| field | type | |", "|---|---|---|", *fields, ""]
+        lines += ["| field | type | default | |", "|---|---|---|---|", *fields, ""]
     for key, member in vars(thing).items():
         method = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         written = inspect.isfunction(method) and method.__module__.startswith("attngap.")  # not pydantic's own
@@ -171,13 +172,18 @@ def _fields(cls: type) -> Iterator[str]:
         if base.__module__.startswith("attngap."):
             notes |= _comments(base)
     if issubclass(cls, pydantic.BaseModel):
-        found = {field.alias or name: (name, field.annotation) for name, field in cls.model_fields.items()}
+        for name, field in cls.model_fields.items():
+            note = notes.get(name) or (field.description or "").replace("|", "\\|")
+            yield _row(field.alias or name, field.annotation, field.default, note)
     elif dataclasses.is_dataclass(cls):
-        found = {field.name: (field.name, field.type) for field in dataclasses.fields(cls)}
-    else:
-        found = {}
-    for shown, (name, annotation) in found.items():
-        yield f"| `{shown}` | {_type(annotation)} | {notes.get(name, '')} |"
+        for field in dataclasses.fields(cls):
+            yield _row(field.name, field.type, field.default, notes.get(field.name, ""))
+
+
+def _row(name: str, annotation: Any, default: Any, note: str) -> str:
+    """A default that a constructor makes anew, such as an empty list, is not shown."""
+    known = default not in (PydanticUndefined, dataclasses.MISSING) and not isinstance(default, pydantic.BaseModel)
+    return f"| `{name}` | {_type(annotation)} | {f'`{_plain(default)}`' if known else ''} | {note} |"
 
 
 def _properties(cls: type) -> Iterator[str]:
@@ -186,7 +192,7 @@ def _properties(cls: type) -> Iterator[str]:
             getter = member.fget if isinstance(member, property) else getattr(member, "func", None)
             if getter is not None and getter.__module__.startswith("attngap.") and not name.startswith("_"):
                 note = (inspect.getdoc(getter) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-                yield f"| `{name}` | {_type(inspect.signature(getter).return_annotation)} | {note} |"
+                yield f"| `{name}` | {_type(inspect.signature(getter).return_annotation)} | | {note} |"
 
 
 def _comments(thing: Any) -> dict[str, str]:

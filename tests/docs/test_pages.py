@@ -74,3 +74,23 @@ def test_generated_pages_are_fresh():
     spec.loader.exec_module(reference)
     for page, content in reference.pages().items():
         assert page.read_text(encoding="utf-8") == content, f"{page.name} is stale. Run: make docs"
+
+
+def test_the_switch_in_concepts_is_where_its_picture_has_it():
+    """The page once said 0.618 beside a picture that switches at 0.53."""
+    from attngap.theory.critical import concentration_needle, critical_needle
+    from attngap.theory.separation import law
+
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    setting = {"n": round(10**6 / 512) * 512, "d": 514, "a0": 0.05, "b": 0.5, "m": 40}
+    chances = {needle: law("softmax", a1=needle, **setting).success for needle in (0.5, 0.53, 0.56)}
+    assert chances[0.5] < 0.05 < chances[0.53] < 0.95 < chances[0.56]
+    assert "never to always near 0.53" in page
+    assert f"puts it at {critical_needle('softmax', 1e6, 0.5):.3f} (solid line)" in page
+    assert f"toward {concentration_needle():.3f} (dashed)" in page
+
+
+def test_a_picture_that_a_page_describes_is_on_it():
+    """The first page once described a picture that was not there."""
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        assert re.findall(r"!\[[^\]]{40,}\]\([^)]*report\.png\)", page.read_text()), page
