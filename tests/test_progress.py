@@ -34,6 +34,7 @@ def test_a_notebook_shows_a_bar_by_default(notebook, capsys):
         advance(2, note="layer <1>")
     assert [content["text/plain"].split(": ")[1].split()[0] for content in notebook] == ["0/4", "2/4", "done"]
     assert 'value="2" max="4"' in notebook[1]["text/html"]
+    assert 'value="4" max="4"' in notebook[2]["text/html"]  # what is done is full, however many steps it counted
     assert "layer &lt;1&gt;" in notebook[1]["text/html"]
     assert "<layers>" not in notebook[1]["text/html"]
     assert capsys.readouterr() == ("", "")

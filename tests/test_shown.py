@@ -79,3 +79,16 @@ def test_names_cannot_put_markup_into_a_notebook(receipt):
     parsed(page)
     assert "<img" not in page
     assert "<b></b>" not in page
+
+
+def test_words_stand_to_the_left_and_numbers_to_the_right(diagnosis):
+    """A notebook puts every cell to the right: reasons of three lines once stood there."""
+    header = list(next(parsed(diagnosis._repr_html_()).iter("tr")))
+    sides = {cell.text: cell.get("style") for cell in header}
+    assert sides["verdict"] == sides["reason"] == "text-align: left"
+    assert [side for name, side in sides.items() if name.startswith(("damage", "floor"))] == ["text-align: right"] * 2
+
+
+def test_a_receipts_quality_carries_its_length(receipt):
+    captions = [caption.text for caption in parsed(receipt._repr_html_()).iter("caption")]
+    assert captions[0] == "Quality on held-out text, passages of 1,024 tokens"

@@ -81,4 +81,5 @@ def _in_notebook(display: Any, description: str, total: int) -> Iterator[Advance
             handle.update(draw(f"{done}/{total} {html.escape(note)}"), raw=True)
 
     yield advance
+    done = max(total, 1)  # a stage that counts no steps is done all the same
     handle.update(draw(f"done in {time.monotonic() - start:.1f} s"), raw=True)

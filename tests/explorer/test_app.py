@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 import time
 
 import made_up
@@ -73,6 +75,23 @@ def test_the_law_answers_within_a_tenth_of_a_second(client):
         assert client.get("/api/law", params=HERE | {"needle": needle, "log10_n": 12}).status_code == 200
         spent.append(time.process_time() - start)
     assert min(spent) < 0.1
+
+
+def test_the_curve_takes_less_than_a_tenth_of_a_second():
+    """Of processor time, as a user has it: under pytest every shape is checked, which takes four times as long."""
+    code = f"""
+import time
+from attngap.explorer import law
+law.curve(law.Place(**{HERE}))
+spent = []
+for scale in (1.1, 1.2, 1.3, 1.4, 1.5):
+    start = time.process_time()
+    law.curve(law.Place(**({HERE} | {{"scale": scale}})))
+    spent.append(time.process_time() - start)
+print(min(spent))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) < 0.1, done.stderr
 
 
 def test_the_curve_meets_the_number_at_its_needle(client):

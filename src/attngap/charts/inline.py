@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 CELL, GAP = 10, 1  # pixels of a square of the map, and between squares
 BAR, LABEL, LINE = 220, 150, 20  # pixels of the longest bar, of its name, and from one bar to the next
@@ -12,15 +12,19 @@ TEXT = 'font-family="sans-serif" font-size="12" fill="currentColor"'
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A table of text: the first column names the row, the others are numbers."""
+    """A table of text: the first column names the row; columns of numbers stand to the right, words to the left."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def html(self) -> str:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
+        sides = self._sides()
+        head = "".join(_cell("th", cell, side) for cell, side in zip(self.header, sides, strict=True))
+        body = "".join(
+            f"<tr>{''.join(_cell('td', cell, side) for cell, side in zip(row, sides, strict=True))}</tr>"
+            for row in self.rows
+        )
         return f"<table><caption>{escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
 
     def rich(self) -> Any:
@@ -29,11 +33,22 @@ class Grid:
         from rich.text import Text
 
         table = Table(title=self.title)
-        for index, name in enumerate(self.header):
-            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for name, side in zip(self.header, self._sides(), strict=True):
+            table.add_column(name, justify=side, no_wrap=True)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
+
+    def _sides(self) -> list[Literal["left", "right"]]:
+        columns = [[row[place] for row in self.rows] for place in range(len(self.header))]
+        numbers = [
+            bool(place) and all(cell[:1] in "-+.0123456789" for cell in each) for place, each in enumerate(columns)
+        ]
+        return ["right" if each else "left" for each in numbers]
+
+
+def _cell(tag: str, text: str, side: str) -> str:
+    return f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
 
 
 def number(value: float | None, form: str) -> str:

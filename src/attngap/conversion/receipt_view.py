@@ -20,14 +20,15 @@ def headline(receipt: "Receipt") -> str:
 
 def tables(receipt: "Receipt") -> list[Grid]:
     """Quality beside original and baselines, then speed and memory where they were measured."""
-    found = _grids("Quality on held-out text", receipt)
+    found = _grids("Quality on held-out text", receipt, receipt.options.get("context"))
     for entry in receipt.entries:
-        found += _grids(f"Measured {entry.time[:10]} on {entry.text}", entry)
+        found += _grids(f"Measured {entry.time[:10]} on {entry.text}", entry, receipt.options.get("context"))
     return found
 
 
-def _grids(title: str, measured: "Receipt | Entry") -> list[Grid]:
-    quality = [_quality(title, measured)] if measured.quality else []
+def _grids(title: str, measured: "Receipt | Entry", context: int | None) -> list[Grid]:
+    at = f", passages of {context:,} tokens" if context else ""
+    quality = [_quality(f"{title}{at}", measured)] if measured.quality else []
     lengths = [_lengths(title, measured)] if measured.by_length else []
     return [*quality, *lengths, *([_speed(measured)] if any(measured.speed.values()) else [])]
 
