@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,8 +15,9 @@ from attngap import mechanism
 from attngap.errors import AttngapError
 from attngap.models.capture import capture
 from attngap.models.compat import DynamicCache
+from attngap.models.load import load_model
 from attngap.models.plan import ModelFacts, Plan, Replacement, architecture, fingerprint
-from attngap.models.save import Base, conversion_record, set_conversion, weights_hash
+from attngap.models.save import Base, conversion_record, set_conversion
 from attngap.models.shapes import LayerShape, check_replaceable, layer_shapes
 from attngap.models.swap import swap
 from tests.zoo import tokenizer
@@ -48,14 +50,32 @@ def row(each: Architecture) -> Row:
     found = Row(each)
     try:
         model = each.build()
-    except Exception as error:  # of transformers: this config makes no model
-        found.unbuilt = str(error).strip().splitlines()[0]
+    except Exception as error:  # of transformers: no model without another library, or not at all
+        found.refused = refusal(each)
+        found.unbuilt = None if found.refused else str(error).strip().splitlines()[0]
         return found
     try:
         _fill(found, model)
     except AttngapError as error:
         found.refused = str(error)
     return found
+
+
+def refusal(each: Architecture) -> str | None:
+    """The line with which a folder of this class is refused, if it is; its config decides before weights are read."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config = each.config()
+            config.architectures = [each.class_name]
+            config.save_pretrained(folder)
+        except Exception:  # of transformers: not even a config
+            return None
+        save_file({"weight": torch.zeros(1)}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        try:
+            load_model(folder)
+        except AttngapError as error:
+            return str(error).replace(folder, each.class_name)
+    return None
 
 
 def _fill(found: Row, model: PreTrainedModel) -> None:
@@ -154,14 +174,12 @@ def saved(model: PreTrainedModel, converted: PreTrainedModel, options: dict, tok
         model.save_pretrained(Path(folder) / "base")
         words.save_pretrained(Path(folder) / "base")
         name = str(Path(folder) / "base")
-        set_conversion(converted, conversion_record(converted, options, plan(model, name), base(model, name), lora=0))
+        set_conversion(
+            converted, conversion_record(converted, options, plan(model, name), Base.of(model, name), lora=0)
+        )
         attngap.save(converted, Path(folder) / "converted", tokenizer=words)
         again, _ = attngap.load(Path(folder) / "converted")
         return outputs(again, tokens)
-
-
-def base(model: PreTrainedModel, name: str) -> Base:
-    return Base(name=name, architecture=architecture(model), sha256=weights_hash(model))
 
 
 def plan(model: PreTrainedModel, name: str) -> Plan:

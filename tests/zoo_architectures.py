@@ -76,9 +76,50 @@ SIZES: dict[str, Any] = {
 }
 SHARING = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 8}
 SHARING |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+ALL_KEYS = {"num_key_value_heads": HEADS}
+ASSISTANT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": LAYERS}
+ASSISTANT |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "global_head_dim": 8}
+ASSISTANT |= {"use_double_wide_mlp": False, "enable_moe_block": False}
+STAGES = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "pretrained_window_sizes": [0, 0]}
 # Beside sizes: what an architecture needs so that two layers show what it is.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: ROTARY | {"mrope_section": [2, 1, 1]}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, "rope_parameters": ROTARY},
+    "donut_swin": STAGES,
+    "gemma4_assistant": {"text_config": ASSISTANT | {"class": tf.Gemma4TextConfig}, "backbone_hidden_size": WIDTH},
+    "gemma4_unified_assistant": {
+        "text_config": ASSISTANT | {"class": tf.Gemma4UnifiedTextConfig},
+        "backbone_hidden_size": WIDTH,
+    },
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": ALL_KEYS,
+            "diarization_config": {"head_config": {"audio_hidden_size": WIDTH}, "audio_config": ALL_KEYS},
+        },
+        "word_timestamp_config": ALL_KEYS | {"blank_token_id": 3},
+    },
+    "perceiver": {
+        **{"num_latents": 8, "d_latents": WIDTH, "d_model": WIDTH, "num_blocks": 1, "num_self_attends_per_block": 1},
+        **{"num_self_attention_heads": HEADS, "num_cross_attention_heads": 1},
+    },
+    "qwen2_vl": {"text_config": {"rope_parameters": ROTARY | {"mrope_section": [2, 1, 1]}}},
+    "qwen4_exp": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+        **{"indexer_compress_ratio": 4},
+    },
+    "swin": STAGES,
+    "swinv2": STAGES,
+    "vibevoice_asr": {
+        name: {"hidden_size": 8, "num_filters": 4, "downsampling_ratios": (2, 2), "depths": (1, 1, 1)}
+        for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+    },
     "dots3_note": {"num_key_value_heads": HEADS},
     "esmc": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": HEADS, "mamba_d_head": 16},
@@ -97,7 +138,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
     "reformer": {"axial_pos_embds_dim": (8, 24), "axial_pos_shape": (16, 16), "attn_layers": ["local", "lsh"]},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},  # two share their weights
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -112,13 +153,16 @@ class Architecture:
     kind: str
     class_name: str
 
+    def config(self) -> Any:
+        found = small_config(getattr(tf, self.class_name).config_class, SPECIAL.get(self.name, {}))
+        if self.kind == "causal" and hasattr(found, "is_decoder"):
+            found.is_decoder = True
+        return found
+
     def build(self) -> tf.PreTrainedModel:
         """Weights from a seed; the error of transformers where a small config does not make a model."""
         torch.manual_seed(0)
-        cls = getattr(tf, self.class_name)
-        config = small_config(cls.config_class, SPECIAL.get(self.name, {}))
-        if self.kind == "causal" and hasattr(config, "is_decoder"):
-            config.is_decoder = True
+        cls, config = getattr(tf, self.class_name), self.config()
         with torch.device("meta"):
             size = sum(p.numel() for p in cls(config).parameters())
         if size > LARGEST:
@@ -138,14 +182,16 @@ def small_config(cls: Any, special: dict[str, Any]) -> Any:
     default = _default(cls)
     names = set(inspect.signature(cls).parameters)
     stages = {name for name in names if isinstance(default.get(name), list | tuple)}  # a size per stage
+    stages |= {name for name, other in cls.attribute_map.items() if other in stages}
     known = {name for name in SIZES if name in names or name in cls.attribute_map} - stages
     chosen = {name: SIZES[name] for name in known}
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
         chosen["num_key_value_heads"] = HEADS  # latent keys are expanded to all heads
     for key, part in inner.items():
-        kind = type(default.get(key)) if part is tf.AutoConfig else part
+        more = dict(special.get(key, {}))
+        kind = more.pop("class", type(default.get(key)) if part is tf.AutoConfig else part)
         if issubclass(kind, tf.PretrainedConfig):
-            chosen[key] = small_config(kind, special.get(key, {}))
+            chosen[key] = small_config(kind, more)
     given = chosen | {name: value for name, value in special.items() if name not in inner}
     if "layer_types" in names and "layer_types" not in special:
         given |= _two_kinds(cls)

@@ -20,7 +20,7 @@ from attngap.heads.passages import read as read_text
 from attngap.longcontext.suite import Score, Suite, load_suite
 from attngap.longcontext.suite import _read as read_answers
 from attngap.models.plan import Plan
-from attngap.models.save import Base, conversion_record, set_conversion, weights_hash
+from attngap.models.save import Base, conversion_record, set_conversion
 from attngap.models.swap import swap
 from attngap.probes import checkpoint as training
 from attngap.probes.sweep import load_sweep
@@ -63,7 +63,7 @@ def converted(folder: Path) -> Path:
         layer: {"kv_heads": 2, "feature_map": "prototype", "window": 5, "sinks": 2, "relative": False, "gain": "query"}
         for layer in made
     }
-    base = Base(name="base", architecture=type(model).__name__, sha256=weights_hash(model))
+    base = Base.of(model, "base")
     set_conversion(new, conversion_record(new, options, plan(model), base, lora=0))
     attngap.save(new, folder, tokenizer=tokenizer(), original=model)
     return folder

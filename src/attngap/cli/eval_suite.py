@@ -88,7 +88,7 @@ def show(suite: "Suite") -> None:
         last = others[-1] if others else None
         kept = "" if last is None or last.kept is None else f"{last.kept:.0%}"
         table.add_row(first.task, str(first.length), f"{first.chance:.0%}", *cells, kept, last.verdict if last else "")
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _rows(suite: "Suite") -> list[list[Any]]:

@@ -25,10 +25,8 @@ from attngap.models.save import (
     Base,
     conversion_of,
     conversion_record,
-    dtype_name,
     save,
     set_conversion,
-    weights_hash,
 )
 from attngap.models.shapes import LayerShape, check_replaceable, layer_shapes
 from attngap.storage.checkpoint import PIECES, Checkpoint, open_checkpoint
@@ -96,8 +94,7 @@ def linearize(
         run = ConversionRun(model, tokenizer, plan, text, options, mechanisms, checkpoint, quiet)
         kept = run.fit_and_choose(ray)
         converted = run.fit_jointly(kept)
-        facts = {"name": plan.model.name, "architecture": plan.model.architecture, "dtype": dtype_name(model)}
-        base = Base(**facts, sha256=weights_hash(model))
+        base = Base.of(model, plan.model.name)
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
         final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
         set_conversion(

@@ -372,6 +372,11 @@ def install(cache: Cache, groups: dict[int, tuple[int, Int[Tensor, " g"]]]) -> N
             f"{tokens_in(cache)} tokens of another model or kind. Leave cache_implementation unset, or pass "
             "past_key_values=DynamicCache(config=model.config)"
         )
+    if cache.offloading:  # between update and attention it would take away the states that attention reads
+        raise AttngapError(
+            "A converted model keeps its cache where it computes, and cannot offload it: its states are small. "
+            "Leave cache_implementation unset"
+        )
     for index, (layer, kept) in groups.items():
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())

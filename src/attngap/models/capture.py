@@ -275,10 +275,10 @@ def _explain(call: Call, kind: str, dtype: torch.dtype) -> None:
     biased = mask is not None and mask.dtype != torch.bool and bool(((mask > FORBIDS) & (mask != 0)).any())
     error = unexplained(call)
     if biased or error > CLOSE.get(dtype, CLOSE_HALF):
+        why = "adds numbers of its own to them" if biased else f"is off by {error:.1%}"
         raise AttngapError(
             f"{type(call.module).__name__} of {kind} computes something else than softmax over its queries and keys: "
-            f"layer {call.layer} is off by {error:.1%} (a mask with numbers of its own, as a rule). "
-            f"Handled: {SUPPORTED}"
+            f"layer {call.layer} {why}. Handled: {SUPPORTED}"
         )
     _EXPLAINED[call.module] = max(length, 1)
 

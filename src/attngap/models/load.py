@@ -223,6 +223,11 @@ def _check_files(path: Path) -> None:
 
 
 def _check_folder(path: Path, allow_pickle: bool) -> None:
+    if (path / "adapter_config.json").exists():  # transformers would look for its base, perhaps on the hub
+        raise AttngapError(
+            f"'{path}' is an adapter of peft, without its model. Put it into the model's weights by merge_and_unload "
+            "and give the folder that save_pretrained then writes"
+        )
     if not (path / "config.json").exists():
         raise AttngapError(f"No model in folder '{path}': it has no config.json. A model is {FORMS}")
     if list(path.glob("*.safetensors")):
@@ -243,6 +248,7 @@ def _load_pretrained(
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(source, **{k: v for k, v in options.items() if k not in PLACES})
+            _check_reads_text(config)
             kind = model_class(config)
             model, info = kind.from_pretrained(
                 source,
@@ -250,6 +256,7 @@ def _load_pretrained(
                 dtype=dtype,
                 use_safetensors=None if allow_pickle else True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 **options,
             )
         except AttngapError:
@@ -257,15 +264,35 @@ def _load_pretrained(
         except Exception as error:  # damaged files end in anything: OSError, KeyError, TypeError, RecursionError ...
             raise AttngapError(_why_not(name, error)) from error
     _check_weights(name, model, info, (getattr(config, "architectures", None) or [None])[0])
-    if model.main_input_name != "input_ids":
-        raise AttngapError(
-            f"{type(model).__name__} reads {model.main_input_name}. Only models that read text are supported"
-        )
+    _check_input(type(model))
     return model.eval()
+
+
+def _check_reads_text(config: Any) -> None:
+    """Before anything is loaded: weights of a vision model may be half of what a class with the same config has."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    kind = getattr(transformers, named, None) if named.isidentifier() else None
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        _check_input(kind)
+
+
+def _check_input(kind: type[PreTrainedModel]) -> None:
+    if kind.main_input_name != "input_ids":
+        raise AttngapError(
+            f"{kind.__name__} reads {kind.main_input_name}. Only models that read text are supported: Llama, BERT"
+        )
 
 
 def _check_weights(name: str, model: PreTrainedModel, info: dict[str, Any], saved: str | None) -> None:
     """Weights that are missing would be random ones, and weights that are left over belong to another model."""
+    sizes: list[Any] = sorted(info["mismatched_keys"])
+    if sizes:
+        key, *shapes = sizes[0]
+        found, wanted = (tuple(shape) for shape in shapes)
+        raise AttngapError(
+            f"{name!r} has {len(sizes)} weights of other sizes than its config says, such as {key!r}: {found}, not "
+            f"{wanted}. Get the config and the weights of one model"
+        )
     missing = sorted(key for key in info["missing_keys"] if not HARMLESS.search(key))
     extra = sorted(key for key in info["unexpected_keys"] if not HARMLESS.search(key))
     if missing:
@@ -306,6 +333,8 @@ def _why_not(name: str, error: Exception) -> str:
             f"{name!r} has no safetensors weights, and loading a pickle can run code. "
             "If you trust it, pass --allow-pickle (allow_pickle=True)"
         )
+    if isinstance(error, ImportError) and (pip := re.search(r"`pip install ([\w.-]+)`", text)):
+        return f"{name!r} needs a library that is not installed. Run: {pip_install()} {pip[1]}"
     close = difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.6)
     meant = f" Did you mean {close[0]!r}?" if close else ""
     return f"Cannot load the model {name!r}: {_first_line(error)}{meant} A model is {FORMS}"
@@ -351,15 +380,17 @@ def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype | str):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers draws its own bars, and the hub's client logs every retry; our one line says what matters."""
+    """transformers draws bars and tables, the hub's client logs every retry; our one line says what matters."""
     drawing = transformers.utils.logging.is_progress_bar_enabled()
-    hub = logging.getLogger("huggingface_hub")
-    level = hub.level
+    talking = [logging.getLogger(name) for name in ("huggingface_hub", "transformers")]
+    levels = [each.level for each in talking]
     transformers.utils.logging.disable_progress_bar()
-    hub.setLevel(logging.ERROR)
+    for each in talking:
+        each.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        hub.setLevel(level)
+        for each, level in zip(talking, levels, strict=True):
+            each.setLevel(level)
         if drawing:
             transformers.utils.logging.enable_progress_bar()

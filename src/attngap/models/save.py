@@ -21,6 +21,7 @@ from attngap.models.lora import add_lora
 from attngap.models.mixed import mixed_heads
 from attngap.models.placement import named_weights
 from attngap.models.plan import Plan, architecture
+from attngap.models.settings import changed, settings
 from attngap.models.swap import swap
 from attngap.models.twin import CHILD, undone
 from attngap.provenance import provenance
@@ -36,12 +37,19 @@ class _Strict(BaseModel):
 
 
 class Base(_Strict):
-    """The original model: how to load it, and a hash of all its weights."""
+    """The original model: how to load it, a hash of all its weights, and what its config says."""
 
     name: str  # what `attngap.load` takes; "base" is the folder inside this one, ./ and ../ are seen from it
     architecture: str
     sha256: str
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # in which these are the weights' values
+    config: dict[str, Any] = {}  # settings that change what it computes; records of before have none
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str) -> "Base":
+        """What is to be recorded about a model that `attngap.load` finds by this name."""
+        facts = {"name": name, "architecture": architecture(model), "dtype": dtype_name(model)}
+        return cls(**facts, sha256=weights_hash(model), config=settings(model.config))
 
 
 class Layer(_Strict):
@@ -87,6 +95,8 @@ class Conversion(_Strict):
         content["base"].pop("name")
         if content["base"]["dtype"] == "float32":
             content["base"].pop("dtype")  # records of before have none
+        if not content["base"]["config"]:
+            content["base"].pop("config")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -148,7 +158,8 @@ def save(
             plain.save_pretrained(folder / BASE)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / BASE)
-            base = conversion.base.model_copy(update={"name": BASE, "sha256": found, "dtype": dtype_name(plain)})
+            facts = {"dtype": dtype_name(plain), "config": settings(plain.config)}
+            base = conversion.base.model_copy(update={"name": BASE, "sha256": found, **facts})
         else:
             base = conversion.base.model_copy(update={"name": _seen_from(place, conversion.base.name)})
         save_file(_adapter(model), folder / WEIGHTS, metadata={"format": "pt"})
@@ -309,6 +320,10 @@ def load_base_model(
         raise AttngapError(
             f"'{folder}' was made from other weights than {source!r} has: sha256 {conversion.base.sha256[:12]}... "
             f"expected, {found[:12]}... found. Give the base model it was made from"
+        )
+    if other := changed(conversion.base.config, original.config):
+        raise AttngapError(
+            f"'{folder}' was made from {source!r} with another config: {other}. Give the base model it was made from"
         )
     return original
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attngap.errors import AttngapError
 from attngap.storage.runs import Record
 
 
@@ -24,7 +25,16 @@ def write_csv(records: Sequence[Record], path: str | Path) -> None:
     """Columns are those of all runs together; a run without one leaves it empty."""
     rows = [flatten(record) for record in records]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with Path(path).open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    except OSError as error:
+        raise AttngapError(f"Cannot write '{path}': {error.strerror or error}. Choose another file") from error
+
+
+def _cell(value: Any) -> Any:
+    """A spreadsheet must not run what begins like a formula."""
+    text = value if isinstance(value, str) else ""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from attngap.errors import AttngapError
 from attngap.storage.runs import Record
 
 CONFIDENCE = 0.95
@@ -41,7 +42,12 @@ def summarize(records: Iterable[Record]) -> list[Summary]:
     for record in records:
         spec = {k: v for k, v in record.spec.items() if k not in ("seed", "learning_rate")}
         groups.setdefault(json.dumps(spec, sort_keys=True), []).append(record)
-    return [_summary(group) for group in groups.values()]
+    try:
+        return [_summary(group) for group in groups.values()]
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise AttngapError(
+            f"A stored run is not as attngap writes it ({type(error).__name__}: {error}). Run the probe again"
+        ) from error
 
 
 def _summary(group: Sequence[Record]) -> Summary:
