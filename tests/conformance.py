@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import attngap
 from attngap import mechanism
-from attngap.errors import AttngapError
+from attngap.errors import AttngapError, pip_install
 from attngap.models.capture import capture
 from attngap.models.compat import DynamicCache
 from attngap.models.load import load_model
@@ -74,7 +74,7 @@ def refusal(each: Architecture) -> str | None:
         try:
             load_model(folder)
         except AttngapError as error:
-            return str(error).replace(folder, each.class_name)
+            return str(error).replace(folder, each.class_name).replace(pip_install(), "pip install")
     return None
 
 

@@ -1,8 +1,10 @@
 """The sizes of a model that costs depend on, from its config: nothing is loaded, no number is computed."""
 
+import contextlib
 import copy
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +40,20 @@ class ModelShape:
         return self.heads // self.kv_heads
 
 
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Some classes need a library, or look at numbers that only a model with its weights has."""
+    try:
+        yield
+    except AttngapError:
+        raise
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise AttngapError(
+            f"Its sizes cannot be told from its config alone: {why}. See for yourself: attngap diagnose MODEL --quick"
+        ) from error
+
+
 def shape_of(model: str | os.PathLike[str] | PretrainedConfig, *, trust_remote_code: bool = False) -> ModelShape:
     """Of a folder, an id, a .gguf file, an alias, or a config of transformers.
 
@@ -47,7 +63,7 @@ def shape_of(model: str | os.PathLike[str] | PretrainedConfig, *, trust_remote_c
     config: Any = load_config(model, trust_remote_code=trust_remote_code) if named else copy.deepcopy(model)
     config.get_text_config().pad_token_id = None  # some look for it among the tokens, which have no numbers here
     name = str(model) if named else str(config.name_or_path or config.model_type)
-    with torch.device("meta"):
+    with torch.device("meta"), _told():
         kind = model_class(config)
         built = kind(config) if issubclass(kind, PreTrainedModel) else kind.from_config(config)
     assert isinstance(built, PreTrainedModel)
@@ -56,7 +72,8 @@ def shape_of(model: str | os.PathLike[str] | PretrainedConfig, *, trust_remote_c
             f"estimate knows decoders that write text; {type(built).__name__} is another kind. Small ones are "
             "diagnosed in a minute: attngap diagnose MODEL --quick"
         )
-    found = layer_shapes(built.eval())
+    with _told():
+        found = layer_shapes(built.eval())
     text = config.get_text_config()
     sizes = {(each.heads, each.kv_heads, each.dim) for each in found}
     if len(sizes) != 1:
