@@ -68,7 +68,7 @@ def test_seconds_are_key_heads_and_products_and_what_is_done_once(known):
 def test_workers_share_what_jobs_share_and_nothing_else(known):
     one, four = run(), run(workers=4)
     groups = 2 * CONFIG.num_key_value_heads
-    assert one.diagnose.seconds - four.diagnose.seconds == pytest.approx(0.25 * 0.5 * groups * 3 / 4)
+    assert one.diagnose.seconds == four.diagnose.seconds  # a diagnosis runs on one machine
     assert one.linearize.seconds - four.linearize.seconds == pytest.approx(0.5 * 0.5 * groups * 3 / 4)
     with pytest.raises(AttngapError, match="workers must be at least 1, got 0"):
         run(workers=0)

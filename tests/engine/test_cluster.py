@@ -2,6 +2,7 @@ import socket
 
 import pytest
 
+from attngap.engine import cluster as cluster_module
 from attngap.engine import run
 from attngap.errors import AttngapError
 from tests.engine.jobs import die_once, slow, square
@@ -40,6 +41,43 @@ def test_jobs_errors_and_a_killed_node(cluster, tmp_path):
     cluster.remove_node(cluster.workers[0], allow_graceful=False)
     values += [outcome.value for outcome in stream]
     assert sorted(values) == list(range(6))
+
+
+class Deserted:
+    """Ray as a driver sees it when every worker has gone: jobs are taken and nothing comes back."""
+
+    def __init__(self, nodes):
+        self.left, self.over, self.exceptions = nodes, False, ray.exceptions
+
+    def remote(self, **_options):
+        return lambda _function: Handle()
+
+    def cluster_resources(self):
+        return {}
+
+    def wait(self, references, **_options):
+        return [], references
+
+    def nodes(self):
+        return self.left
+
+    def shutdown(self):
+        self.over = True
+
+
+class Handle:
+    def remote(self, *_args):
+        return object()
+
+
+@pytest.mark.parametrize("nodes", [[], [{"Alive": False, "Resources": {"CPU": 2.0}}, {"Alive": True, "Resources": {}}]])
+def test_a_cluster_that_loses_all_its_workers_is_told_in_a_line(monkeypatch, nodes):
+    deserted = Deserted(nodes)
+    monkeypatch.setattr(cluster_module, "_connect", lambda _address: deserted)
+    with pytest.raises(AttngapError, match=r"'somewhere:1' has lost all its workers; 3 jobs are not done\.") as caught:
+        list(cluster_module.run_cluster(square, [1, 2, 3], address="somewhere:1"))
+    assert "\n" not in str(caught.value)
+    assert deserted.over
 
 
 def test_an_address_that_does_not_answer_is_refused_before_ray_waits_for_it(monkeypatch):

@@ -22,7 +22,7 @@ def estimate(
     ),
     keep: Annotated[float, typer.Option(help="Share of heads that keep softmax.")] = KEEP,
     length: Annotated[int | None, typer.Option(help=ConversionOptions.help("length"))] = None,
-    workers: Annotated[int, typer.Option(help="Cores of a Ray cluster, each like one of these.")] = 1,
+    workers: Annotated[int, typer.Option(help="Cores of a Ray cluster for linearize.")] = 1,
     dtype: Dtype = DTYPE,
     device: Device = DEVICE,
     anew: Annotated[bool, typer.Option("--anew", help="Time this machine again.")] = False,

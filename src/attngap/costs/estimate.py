@@ -22,7 +22,7 @@ from attngap.options import KEEP
 from attngap.provenance import provenance
 
 # Stages whose jobs go to the workers of a cluster; the others run where the command was given.
-SHARED = {"diagnose": ("statistics", "floors and fits", "damage"), "linearize": ("fitting layers",)}
+SHARED: dict[str, tuple[str, ...]] = {"diagnose": (), "linearize": ("fitting layers",)}
 HASHED = {"diagnose": 2, "linearize": 12}  # bytes hashed for each weight: two a fingerprint, four a hash
 CONTEXTS = (4096, 32768, 131072)  # at which the gain is told
 
