@@ -48,8 +48,10 @@ class Fresh:
         printed = self.step("make", "demo", f"PYTHON={sys.executable}")
         self.require("attngap-demo/report.html")
         shown = next_lines(printed) + [line for page in PAGES for line in shell_lines(self.checkout / page)]
-        for line in dict.fromkeys(shown):  # two pages may show the same line
-            if line not in ("make demo", "make test"):
+        seen = {command(line) for line in ("make demo", "make test")}
+        for line in shown:
+            if command(line) not in seen:  # the demo and several pages may show one command
+                seen.add(command(line))
                 self.line(line)
         self.extras()
         self.step("make", "test", f"PYTHON={sys.executable}")  # last: it installs every other extra
@@ -120,6 +122,12 @@ class Fresh:
             f"{sizes['.venv']} of them .venv, the home folder {sizes[os.environ['HOME']]} MB. "
             f"At most {self.peak} MB of memory in one process."
         )
+
+
+def command(line: str) -> tuple[str, ...]:
+    """What a line runs, however its program is found."""
+    words = shlex.split(line, comments=True)
+    return Path(words[0]).name, *words[1:]
 
 
 def next_lines(printed: str) -> list[str]:

@@ -273,8 +273,8 @@ def next_commands(folder: Path, model: str) -> list[str]:
     return [
         f"{attngap} serve {place} --model {place}/converted  # both models in the browser; Ctrl-C ends it",
         f'{attngap} generate {place}/converted "Once upon a time"',
-        f"{attngap} diagnose {name} -o my-diagnosis  # in full; or your own model: a folder, an id, a .gguf file",
-        f"{attngap} linearize {name} --keep 0.1 -o my-model",
+        f"{attngap} diagnose {name} -o diagnosis  # in full; or your own model: a folder, an id, a .gguf file",
+        f"{attngap} linearize {name} --keep 0.1 -o fast",
     ]
 
 
