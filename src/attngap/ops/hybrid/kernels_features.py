@@ -6,6 +6,7 @@ The same as `mechanisms.rotary.Rotary.unrotate` and `mechanisms.feature_maps.Pro
 import math
 
 from attngap.ops.hybrid.kernels_call import AT, IN, ROOM, WORD, field, tensor, there, value, width, word
+from attngap.ops.hybrid.kernels_rotary import invert_angles, turn_pairs
 from attngap.ops.hybrid.kernels_rows import clear, dot, load_row
 from attngap.ops.native.memory import padded, row
 from attngap.ops.native.vectors import (
@@ -32,15 +33,8 @@ from attngap.ops.native.vectors import (
 
 @called_kernel
 def load_angles(table, scratch, b, zero):
-    """cos and minus sin of every pair of channels, over the square of their length: what turns back."""
-    size, step = size_of(zero), word(table, IN.angle_step)
-    cos, sin = tensor(table, AT.cos), tensor(table, AT.sin)
-    for i in range(word(table, IN.turned)):
-        c = get(row(cos, b, 0, 0) + i * step * cos.by_column, zero)
-        s = get(row(sin, b, 0, 0) + i * step * sin.by_column, zero)
-        length = c * c + s * s
-        put(field(table, scratch, ROOM.cosines) + i * size, c / length)
-        put(field(table, scratch, ROOM.sines) + i * size, -s / length)
+    """What turns the token's queries and keys back."""
+    invert_angles(table, b, 0, field(table, scratch, ROOM.cosines), field(table, scratch, ROOM.sines), zero)
 
 
 @called_kernel
@@ -49,19 +43,7 @@ def turn_back(table, scratch, x, b, head, zero):
     content, size = field(table, scratch, ROOM.content), size_of(zero)
     clear(content, padded(x.width, size), zero)
     load_row(content, x, b, head, 0, zero)
-    pairs = word(table, IN.turned)
-    gap, step = (1, 2) if word(table, IN.adjacent) else (pairs, 1)
-    cosines, sines = field(table, scratch, ROOM.cosines), field(table, scratch, ROOM.sines)
-    for i in range(pairs):
-        at = content + (word(table, IN.turned_first) + i * step) * size
-        c, s, one, two = (
-            get(cosines + i * size, zero),
-            get(sines + i * size, zero),
-            get(at, zero),
-            get(at + gap * size, zero),
-        )
-        put(at, one * c - two * s)
-        put(at + gap * size, two * c + one * s)
+    turn_pairs(table, content, field(table, scratch, ROOM.cosines), field(table, scratch, ROOM.sines), zero)
 
 
 @called_kernel

@@ -10,6 +10,7 @@ import math
 from attngap.ops.hybrid.kernels_band import transpose_tile
 from attngap.ops.hybrid.kernels_call import AT, IN, WORD, tensor, there, value, word
 from attngap.ops.hybrid.kernels_layout import lanes_of, token
+from attngap.ops.hybrid.kernels_rotary import invert_angles, turn_pairs
 from attngap.ops.hybrid.kernels_rows import clear, dot, load_row
 from attngap.ops.native.memory import padded, row
 from attngap.ops.native.products import multiply_matrices
@@ -84,12 +85,7 @@ def in_vectors(table, x, zero):
 def load_angles(x, b, first, slot, count, room, scratch, zero):
     """cos and minus sin of every pair of channels, over the square of their length, for `count` tokens from `first`."""
     table, size, kp = x.table, size_of(zero), padded(x.q.width, size_of(zero))
-    cos, sin, pairs, step = (
-        tensor(table, AT.cos),
-        tensor(table, AT.sin),
-        word(table, IN.turned),
-        word(table, IN.angle_step),
-    )
+    cos, sin, pairs = tensor(table, AT.cos), tensor(table, AT.sin), word(table, IN.turned)
     vectors, none = in_vectors(table, cos, zero) and in_vectors(table, sin, zero), splat(zero)
     for s in range(slot, slot + count):
         at = token(x, b, first + s - slot)
@@ -102,12 +98,7 @@ def load_angles(x, b, first, slot, count, room, scratch, zero):
                 store(to_c + c, over(x_c, length))
                 store(to_s + c, over(fma(splat(number(-1, zero)), x_s, none), length))
         else:
-            for i in range(pairs):
-                x_c = get(from_c + i * step * cos.by_column, zero)
-                x_s = get(from_s + i * step * sin.by_column, zero)
-                length = x_c * x_c + x_s * x_s
-                put(to_c + i * size, x_c / length)
-                put(to_s + i * size, -x_s / length)
+            invert_angles(table, b, at, to_c, to_s, zero)
 
 
 @called_kernel
@@ -115,7 +106,6 @@ def turn_back(source, x, b, head, first, slot, count, room, scratch, zero):
     """`count` queries or keys from token `first` on, into the slots of `content`, by the angles of the same slots."""
     table, size, kp = x.table, size_of(zero), padded(x.q.width, size_of(zero))
     pairs = word(table, IN.turned)
-    gap, step = (1, 2) if word(table, IN.adjacent) else (pairs, 1)
     vectors, back = in_vectors(table, source, zero), splat(number(-1, zero))
     for s in range(slot, slot + count):
         content = scratch + room.content + s * kp
@@ -129,16 +119,7 @@ def turn_back(source, x, b, head, first, slot, count, room, scratch, zero):
                 store(start + c, fma(one, x_c, times(back, times(two, x_s))))
                 store(start + pairs * size + c, fma(two, x_c, times(one, x_s)))
         else:
-            for i in range(pairs):
-                at = start + i * step * size
-                x_c, x_s, one, two = (
-                    get(cosines + i * size, zero),
-                    get(sines + i * size, zero),
-                    get(at, zero),
-                    get(at + gap * size, zero),
-                )
-                put(at, one * x_c - two * x_s)
-                put(at + gap * size, two * x_c + one * x_s)
+            turn_pairs(table, content, cosines, sines, zero)
 
 
 @kernel
