@@ -28,6 +28,7 @@ def test_few_examples_are_skipped():
     calls = {
         "conversion.evaluate",
         "conversion.linearize",
+        "costs.estimate",
         "diagnosis.diagnose",
         "models.capture",
         "models.load",

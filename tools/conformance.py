@@ -34,6 +34,8 @@ Replacements are random and put in by `swap`: fitting and diagnosis are not part
 a class takes neither mask nor positions.
 
 Made by `python tools/conformance.py` with transformers {transformers} and torch {torch}, at commit {commit}.
+Where transformers itself does not build a class, or a library is missing, the row is the line with which a folder of it
+is refused.
 
 {summary}
 """

@@ -105,7 +105,7 @@ def _size(count: int) -> str:
 def time_of(seconds: float) -> str:
     """In the unit that a person would say it in.
 
-    >>> [time_of(x) for x in (42, 600, 36000, 900000)]
+    >>> [time_of(x) for x in (42.0, 600.0, 36000.0, 900000.0)]
     ['42 s', '10 min', '10.0 h', '10.4 days']
     """
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min")):
