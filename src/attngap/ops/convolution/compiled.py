@@ -23,7 +23,7 @@ def backward(x, taps, d_out) -> tuple[Tensor, Tensor]:
 
     dx, d_taps = pages.empty_like(x), x.new_empty(len(x), 1, *taps.shape)
     inputs, (above,) = kernels.Inputs(*as_rows(x[:, None], taps[None, None])), as_rows(d_out[:, None])
-    to = kernels.Grads(*as_rows(dx[:, None], d_taps))
+    to = kernels.ConvolutionGradRows(*as_rows(dx[:, None], d_taps))
     scratch = Scratch(None, 2 * taps.numel() * taps.element_size())
     native.run(kernels.backward, (inputs, above, to), x.dtype, _vectors(x), 2 * x.numel(), scratch)
     return dx, d_taps.sum((0, 1))

@@ -19,7 +19,7 @@ class Inputs(NamedTuple):
     taps: Rows  # (1, 1, n, c)
 
 
-class Grads(NamedTuple):
+class ConvolutionGradRows(NamedTuple):
     x: Rows
     taps: Rows  # (b, 1, n, c), of each sequence
 

@@ -30,7 +30,7 @@ def backward(q, k, v, beta, log_decay, S, mask, u, d_out, dS, wanted: bool) -> t
     results = *found, decay_grad(log_decay, wanted), torch.empty_like(S)
     real = mask_rows(q, mask)
     x = kernels.Inputs(*as_rows(q, k, v, beta, S, real))
-    above, to = kernels.Results(*as_rows(d_out, dS)), kernels.Grads(*as_rows(*results))
+    above, to = kernels.Results(*as_rows(d_out, dS)), kernels.DeltaGradRows(*as_rows(*results))
     scratch = state_scratch(kernels.Room, q, v)
     arguments = (x, *as_rows(log_decay, u), above, to, scratch.room)
     native.run(kernels.backward, arguments, q.dtype, lane_count(q), 6 * update_count(q, v), scratch)

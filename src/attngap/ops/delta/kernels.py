@@ -56,7 +56,7 @@ class Results(NamedTuple):
     S: Rows
 
 
-class Grads(NamedTuple):
+class DeltaGradRows(NamedTuple):
     q: Rows
     k: Rows
     v: Rows

@@ -169,7 +169,7 @@ def backward(inputs, past, S, z, tokens: Tokens, setting: PieceSetting, results,
     those of queries, keys and values are left out: fitting features does not need them.
     """
     from attngap.ops.hybrid import kernels_backward as kernels
-    from attngap.ops.hybrid.kernels_gradients import Above, Grads
+    from attngap.ops.hybrid.kernels_gradients import Above, HybridGradRows
 
     q, k, v, fq, fk, gain = inputs
     unused = [q.new_empty(()).expand(x.shape) for x in (q, k, v, past[0], past[1])]
@@ -186,7 +186,7 @@ def backward(inputs, past, S, z, tokens: Tokens, setting: PieceSetting, results,
         x,
         setting.options(q, given=not near),
         Above(*as_rows(*given)),
-        Grads(*as_rows(*found)),
+        HybridGradRows(*as_rows(*found)),
         scratch.room,
     )
     native.run(kernels.backward, arguments, q.dtype, S.shape[0] * S.shape[1], 3 * work, scratch)

@@ -23,7 +23,7 @@ class Above(NamedTuple):
     z: Rows
 
 
-class Grads(NamedTuple):
+class HybridGradRows(NamedTuple):
     q: Rows
     k: Rows
     v: Rows

@@ -34,7 +34,7 @@ def backward(q, k, v, log_decay, S, z, mask, out, d_out, dS, dz, wanted: bool) -
     norms = dk if q.shape[1] == k.shape[1] else q.new_empty((*q.shape[:3], 1))
     x = kernels.Inputs(*as_rows(q, k, v, S, start, real), normalize=z is not None)
     above = kernels.Above(*as_rows(out, d_out, dS, end))
-    to = kernels.Grads(*as_rows(dq, dk, dv, d_decay, before_S, before_z, norms))
+    to = kernels.LinearGradRows(*as_rows(dq, dk, dv, d_decay, before_S, before_z, norms))
     scratch = state_scratch(kernels.Room, q, v)
     arguments = (x, *as_rows(log_decay), above, to, scratch.room)
     native.run(kernels.backward, arguments, q.dtype, lane_count(k), 4 * update_count(q, v), scratch)

@@ -67,7 +67,7 @@ class Above(NamedTuple):
     z: Rows
 
 
-class Grads(NamedTuple):
+class LinearGradRows(NamedTuple):
     q: Rows
     k: Rows
     v: Rows

@@ -58,7 +58,7 @@ class SoftmaxBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, reach: Reach, dtype: torch.dtype):
         out = torch.empty(*q.shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
-        run = _Run(q, k, reach, dtype)
+        run = _Tiles(q, k, reach, dtype)
         queries, places = run.folded(q), run.folded(out)
         for block in run.blocks:
             rows, query = block.tokens, queries.read(block) * scale
@@ -81,7 +81,7 @@ class SoftmaxBlocks(torch.autograd.Function):
     def backward(ctx, d_out):
         q, k, v, out = ctx.saved_tensors
         scale, reach, dtype = ctx.options
-        run = _Run(q, k, reach, dtype)
+        run = _Tiles(q, k, reach, dtype)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         queries, dq_rows, d_rows, out_rows = (run.folded(x) for x in (q, dq, d_out, out))
@@ -101,7 +101,7 @@ class SoftmaxBlocks(torch.autograd.Function):
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-class _Run:
+class _Tiles:
     """Rows of queries (n, group * rows, d) and tiles of keys (n, tile, d), n = b * h_kv: a group shares its tile."""
 
     def __init__(self, q: Tensor, k: Tensor, reach: Reach, dtype: torch.dtype):
