@@ -111,6 +111,22 @@ def key_features(table, scratch, b, kv, zero):
         store(out + c, exp(plus(sized, load(fading + c, zero))))
 
 
+@kernel
+def exponentials(out, bias, pitch, zero):
+    """out <- exp(out + bias - the largest); returns what makes their sum one."""
+    best = splat(number(-math.inf, zero))
+    for c in range(0, pitch, BYTES):
+        logit = plus(load(out + c, zero), load(bias + c, zero))
+        store(out + c, logit)
+        best = larger(logit, best)
+    top, sums = splat(-largest(best)), splat(zero)
+    for c in range(0, pitch, BYTES):
+        found = exp(plus(load(out + c, zero), top))
+        store(out + c, found)
+        sums = plus(sums, found)
+    return number(1, zero) / total(sums)
+
+
 @called_kernel
 def query_features(table, scratch, head, out, zero):
     """exp(c - fading) softmax(q A + a) of the query in `content`."""
@@ -120,17 +136,7 @@ def query_features(table, scratch, head, out, zero):
     bias = load_parameters(table, scratch, tensor(table, AT.query_bias), head, zero)
     for i in range(r, fp // size):
         put(out + i * size, number(-math.inf, zero))
-    best = splat(number(-math.inf, zero))
-    for c in range(0, fp, BYTES):
-        logit = plus(load(out + c, zero), load(bias + c, zero))
-        store(out + c, logit)
-        best = larger(logit, best)
-    top, sums = splat(-largest(best)), splat(zero)
-    for c in range(0, fp, BYTES):
-        found = exp(plus(load(out + c, zero), top))
-        store(out + c, found)
-        sums = plus(sums, found)
-    share = splat(number(1, zero) / total(sums))
+    share = splat(exponentials(out, bias, fp, zero))
     scale = load_parameters(table, scratch, tensor(table, AT.query_scale), head, zero)
     fading, most = field(table, scratch, ROOM.fading), value(table, IN.largest_scale, zero)
     for c in range(0, fp, BYTES):

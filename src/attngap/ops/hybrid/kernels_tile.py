@@ -9,6 +9,7 @@ import math
 
 from attngap.ops.hybrid.kernels_band import transpose_tile
 from attngap.ops.hybrid.kernels_call import AT, IN, WORD, tensor, there, value, word
+from attngap.ops.hybrid.kernels_features import exponentials
 from attngap.ops.hybrid.kernels_layout import lanes_of, token
 from attngap.ops.hybrid.kernels_rotary import invert_angles, turn_pairs
 from attngap.ops.hybrid.kernels_rows import clear, dot, load_row
@@ -22,7 +23,6 @@ from attngap.ops.native.vectors import (
     get,
     kernel,
     larger,
-    largest,
     load,
     number,
     over,
@@ -33,7 +33,6 @@ from attngap.ops.native.vectors import (
     splat,
     store,
     times,
-    total,
 )
 
 
@@ -153,17 +152,7 @@ def query_features(x, lane, block, head, room, scratch, zero):
     bias, scale = scratch + room.query_bias + h * fp, scratch + room.query_scale + h * fp
     for s in range(block.slot, block.slot + block.count):
         out, fading = fq + s * fp, scratch + room.fading + s * fp
-        best = splat(number(-math.inf, zero))
-        for c in range(0, fp, BYTES):
-            logit = plus(load(out + c, zero), load(bias + c, zero))
-            store(out + c, logit)
-            best = larger(logit, best)
-        top, sums = splat(-largest(best)), splat(zero)
-        for c in range(0, fp, BYTES):
-            found = exp(plus(load(out + c, zero), top))
-            store(out + c, found)
-            sums = plus(sums, found)
-        share = splat(number(1, zero) / total(sums))
+        share = splat(exponentials(out, bias, fp, zero))
         for c in range(0, fp, BYTES):
             lift = times(load(scale + c, zero), load(fading + c, zero))
             store(out + c, times(times(load(out + c, zero), share), lift))
