@@ -4,9 +4,11 @@ import ast
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
+import types
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
@@ -91,6 +93,25 @@ def test_the_citation_is_of_this_version():
     written = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (written["version"], written["license"])
+
+
+def test_the_readme_of_the_package_index_leads_nowhere_that_is_not_there(monkeypatch):
+    """No sources lie beside it: links by relative path would be broken, and `pip install .` something else."""
+    hook = types.ModuleType("hatchling.metadata.plugin.interface")
+    hook.MetadataHookInterface = object
+    monkeypatch.setitem(sys.modules, hook.__name__, hook)
+    build = runpy.run_path(str(ROOT / "hatch_build.py"))
+    readme = (ROOT / "README.md").read_text()
+    shown = build["standalone"](readme)
+    targets = re.findall(r"\]\(([^)]*)\)", shown)
+    assert targets
+    assert all(target.startswith("https://") for target in targets)
+    assert 'pip install "attngap[demo]"' in shown
+    assert "pip install ." not in shown
+    for name in set(re.findall(r"`((?:docs/)?[\w/-]+\.md)`", shown)):
+        assert (ROOT / name).exists(), name
+    with pytest.raises(ValueError, match="no longer says"):
+        build["standalone"](readme.replace("`pip install .`", "`pip install it`"))
 
 
 def test_command_is_installed():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from markdown.extensions.toc import slugify
 
 from attngap.cli.app import app
 from tests import zoo
@@ -56,6 +57,18 @@ def test_links_and_pictures_are_there(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_links_to_a_heading_find_it(page):
+    for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert heading in headings(page.parent / target if target else page), f"{page.name}: {target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """Their anchors, as the site has them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {slugify(re.sub(r"[`*]", "", line), "-") for line in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
 
 
 def test_every_page_is_in_the_navigation():
