@@ -162,6 +162,21 @@ def test_stored_results_open_as_reports(visit, address):
     assert opened.complaints == []
 
 
+def test_markup_in_names_and_sentences_is_shown_and_not_run(visit, model, tmp_path):  # noqa: F811
+    hostile = "<img src=x onerror=alert(1)>"
+    made_up.diagnosis(tmp_path / "<b>bold", name=hostile)
+    with served(create([tmp_path], Sentences(model, Letters(), hostile))) as place:
+        opened = visit(place)
+        page = opened.page
+        page.wait_for_selector("#results-table tbody a")
+        assert hostile in page.locator("#results-table").inner_text()
+        page.fill("#sentence-form-text", hostile)
+        page.get_by_role("button", name="Show its heads").click()
+        page.wait_for_function("document.querySelector('#sentence-form .status').textContent.includes(' tokens')")
+        assert page.locator("img").count() == 0
+        assert opened.complaints == []
+
+
 def test_the_same_head_of_both_models_stands_side_by_side(visit, both):
     opened = visit(both)
     page = opened.page

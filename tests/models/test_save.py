@@ -72,6 +72,28 @@ def test_a_folder_of_the_schema_before_still_loads(base, tmp_path):
     assert torch.equal(logits(attngap.load(tmp_path)[0]), logits(model))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["layers"][0]["options"].pop("window"), r"lacks 'window' of layer 0"),
+        (lambda r: r["layers"][0]["options"].update(relative="no"), r"relative must be bool, got 'no'"),
+        (lambda r: r["layers"][0]["options"].update(window="5"), r"window must be int, got '5'"),
+        (lambda r: r["layers"][0]["options"].update(sinks=True), r"sinks must be int, got True"),
+        (lambda r: r.update(seal="0" * 64), r"was changed after it was written"),
+    ],
+)
+def test_a_record_of_the_schema_before_is_read_strictly(base, tmp_path, change, message):
+    """It has no hashes, so its options must all be there and be of their types."""
+    _, words, model = converted(base)
+    attngap.save(model, tmp_path, tokenizer=words)
+    record = json.loads((tmp_path / "attngap.json").read_text()) | {"schema": "attngap.conversion/1"}
+    record = {name: x for name, x in record.items() if name not in ("adapter", "seal")}
+    change(record)
+    (tmp_path / "attngap.json").write_text(json.dumps(record))
+    with pytest.raises(AttngapError, match=message):
+        attngap.load(tmp_path)
+
+
 def test_a_full_folder_needs_nothing_else(base, tmp_path):
     original, words, model = converted(base)
     save(model, tmp_path / "here", tokenizer=words, original=original)

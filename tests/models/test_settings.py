@@ -71,6 +71,13 @@ def test_parts_of_a_config_are_looked_into():
     assert changed(recorded, config) == "text_config.rms_norm_eps was 1e-06, is 0.5"
 
 
+@pytest.mark.parametrize(("was", "now"), [(10, None), (None, 10)])
+def test_a_setting_that_is_taken_out_or_put_in_counts(was, now):
+    recorded = json.loads(json.dumps(settings(tf.MistralConfig(sliding_window=was))))
+    assert changed(recorded, tf.MistralConfig(sliding_window=was)) is None
+    assert changed(recorded, tf.MistralConfig(sliding_window=now)) == f"sliding_window was {was}, is {now}"
+
+
 def test_what_does_not_read_back_as_itself_is_not_recorded():
     class Odd(tf.LlamaConfig):
         @classmethod

@@ -6,10 +6,12 @@ What comes out must be what the same call gives in ordinary memory, to the bit.
 
 import ctypes
 import mmap
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,10 +27,10 @@ NO_ACCESS, READ_WRITE = 0, 3
 
 
 class Fences:
-    """Mappings with forbidden pages around them; a tensor stays whole until PLACES others were placed."""
+    """Mappings with forbidden pages around them; a tensor stays whole until as many others were placed."""
 
-    def __init__(self) -> None:
-        self.mappings = [mmap.mmap(-1, ROOM + 2 * mmap.PAGESIZE) for _ in range(PLACES)]
+    def __init__(self, places: int = PLACES) -> None:
+        self.mappings = [mmap.mmap(-1, ROOM + 2 * mmap.PAGESIZE) for _ in range(places)]
         self.next = 0
         self.at_end = True
         protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -44,7 +46,7 @@ class Fences:
         size = count * dtype.itemsize
         if not 0 < size <= ROOM:
             return torch.empty(tuple(shape), dtype=dtype)
-        mapping = self.mappings[self.next % PLACES]
+        mapping = self.mappings[self.next % len(self.mappings)]
         self.next += 1
         offset = mmap.PAGESIZE + (ROOM - size if self.at_end else 0)
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(tuple(shape))
@@ -54,13 +56,9 @@ class Fences:
 
     @contextmanager
     def results(self) -> Iterator[None]:
-        """Results of kernels are placed, too."""
-        before = pages.empty
-        pages.empty = self.empty
-        try:
+        """Results of kernels are placed, too, and the fields of their scratch memory have canaries between them."""
+        with mock.patch.object(pages, "empty", self.empty), mock.patch.dict(os.environ, ATTNGAP_DEBUG_KERNELS="1"):
             yield
-        finally:
-            pages.empty = before
 
 
 def call(name: str, tensors: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:

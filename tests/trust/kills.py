@@ -3,7 +3,7 @@
 A process that has done everything once, and so has it loaded and compiled, is forked for each run, so that one takes
 half a second. In the child an audit hook counts what happens to the folder of results: a file opened for writing,
 renamed or removed, a folder made or removed. At a given count the child is killed as by `kill -9`, or no file may grow
-from there on, as on a full disk.
+from there on, as on a full disk. At a random time it is killed, or stopped by Ctrl-C, which must have a last word.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from typer.testing import CliRunner
 
+from attngap.cli import GOES_ON, STOPPED
 from tests.conversion.small import TEXT
 from tests.trust.outcome import Outcome
 from tests.zoo import tiny, tokenizer
@@ -87,16 +88,17 @@ class Bench:
             shutil.copytree(self.folder / "old", out)
         return out
 
-    def run(self, verb: str, out: Path, at: Callable[[int], None] | None = None, after: float = 0, seed: int = 0):
-        """The verb in a child; `at(n)` is called there before event n, `after` seconds of the processor it is ended."""
+    def run(self, verb: str, out: Path, at: Callable[[int], None] | None = None, seed: int = 0, **end: Any) -> Ended:
+        """The verb in a child; `at(n)` is called there before event n, `end` says when and how it is ended."""
         words = self.words(verb, out, seed)
-        return forked(lambda: command(words), out, at, after)
+        return forked(lambda: command(words), out, at, **end)
 
-    def disturbed(self, verb: str, name: str, at: Callable[[int], None] | None = None, after: float = 0) -> str | None:
+    def disturbed(self, verb: str, name: str, at: Callable[[int], None] | None = None, **end: Any) -> str | None:
         """Disturb a run, start it again, and compare: what is wrong, or None."""
         out = self.place(verb, name)
-        first = self.run(verb, out, at, after)
-        if first.code not in ENDED and (first.code != 2 or "Traceback" in first.said):
+        first = self.run(verb, out, at, **end)
+        told = first.code == 2 or (first.code == STOPPED and first.said.endswith(f"attngap: stopped.{GOES_ON}\n"))
+        if first.code not in ENDED and (not told or "Traceback" in first.said):
             return f"it ended with {first.code} and said {first.said!r}"
         again = first
         for _ in range(2):  # a folder that had been finished is refused as "already holds": that is an answer, too
@@ -112,8 +114,18 @@ class Bench:
         return None
 
 
-def forked(work: Callable[[], None], watched: Path, at: Callable[[int], None] | None, after: float) -> Ended:
-    """Do the work in a fork; its last words on stderr and the number of events."""
+def forked(
+    work: Callable[[], None],
+    watched: Path,
+    at: Callable[[int], None] | None,
+    *,
+    after: float = 0,
+    interrupted: bool = False,
+) -> Ended:
+    """Do the work in a fork; its last words on stderr and the number of events.
+
+    `after` seconds of the processor it is killed, or `interrupted` as by Ctrl-C.
+    """
     heard, told = os.pipe()
     counted, counter = os.pipe()
     child = os.fork()
@@ -124,8 +136,10 @@ def forked(work: Callable[[], None], watched: Path, at: Callable[[int], None] | 
         os.dup2(told, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         seen = watch(str(watched), at)
+        if interrupted:
+            signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
         if after:
-            signal.setitimer(signal.ITIMER_PROF, after)  # nobody handles its signal, so that it ends the process
+            signal.setitimer(signal.ITIMER_PROF, after)  # where nobody handles its signal, it ends the process
         code = 1
         try:
             work()
@@ -225,7 +239,7 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 def disturb(bench: Bench, verb: str, how: str, step: int) -> Outcome:
-    """Kill a run, or fill its disk, at one of its steps; or kill it at a random time."""
+    """Kill a run, or fill its disk, at one of its steps; or kill or interrupt it at a random time."""
     outcome, draw = Outcome(), random.Random(f"{verb} {how} {step}")
     event = 1 + step % bench.events[verb]
     name = f"{how.replace(' ', '-')}-{step}"
@@ -234,7 +248,8 @@ def disturb(bench: Bench, verb: str, how: str, step: int) -> Outcome:
     elif how == "disk full":
         wrong = bench.disturbed(verb, name, full_from(event, draw.choice((0, 1, 100, 4096))))
     else:
-        wrong = bench.disturbed(verb, name, after=draw.uniform(0.01, bench.seconds[verb]))
+        moment = draw.uniform(0.01, bench.seconds[verb])
+        wrong = bench.disturbed(verb, name, after=moment, interrupted=how == "interrupted at a random time")
     outcome.count(f"{verb}, {how}")
     if wrong:
         outcome.faults.append(f"{verb}, {how}, step {event} of {bench.events[verb]}: {wrong}")

@@ -22,10 +22,14 @@ from torch import Tensor
 
 from attngap import catalogue, mechanism, ops
 from attngap.errors import AttngapError
+from attngap.mechanisms.decoding import decoder
 from attngap.mechanisms.feature_attention import FeatureAttention
+from attngap.mechanisms.prompts import read_piece
+from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.ops import native
 from attngap.ops.convolution.short import short_convolution
 from attngap.ops.l2norm.rows import l2_rescale
+from attngap.ops.softmax.compiled import attend_into
 from tests.trust.outcome import Outcome
 
 WAYS = ("normal", "huge", "tiny", "denormal", "zeros", "constant", "mixed", "alternating", "spikes", "repeated")
@@ -254,7 +258,7 @@ def mixer(name: str) -> Callable[[Case], Found]:
             exact = copy.deepcopy(made).double()
             streams = exact.read(None if x is None else x.double(), q.double(), k.double(), v.double())
             w = exact.weights(streams)
-        sums = (q.double().square().sum(-1) + wide(k).square().sum(-1).amax(-1, keepdim=True))[..., None]
+        sums = exponents(q, k)
         right, sizes = w @ wide(v), (w.abs() @ wide(v).abs()).cummax(2)[0]
         n = torch.ones_like(sizes)
         if (
@@ -267,6 +271,62 @@ def mixer(name: str) -> Callable[[Case], Found]:
         return Found(found, right, counted(case) + sums, sizes, floor, rounded=True)
 
     return run
+
+
+def exponents(q: Tensor, k: Tensor) -> Tensor:
+    """How large the exponents of features of each row may be, about."""
+    return (q.double().square().sum(-1) + wide(k).square().sum(-1).amax(-1, keepdim=True))[..., None]
+
+
+def layer(case: Case) -> Found:
+    """A converted layer as a model calls it: a prompt by one compiled call, then token by token by another."""
+    case = dataclasses.replace(case, r=8, dv=8)
+    q, k, v = size(case, 6)
+    made = mechanism("hybrid", HEADS, 8, 8, kv_heads=GROUPS, rotary={}, feature_map="prototype", gain="query",
+                     map_options={"decay": True}, window=5, sinks=2, relative=False)  # fmt: skip
+    assert isinstance(made, Hybrid)
+    for weight in made.requires_grad_(False).parameters():
+        weight.add_(0.2 * torch.randn(weight.shape, generator=case.draw))
+    turned = 6 * case.uniform(1, case.t, 8)
+    cos, sin = turned.cos().to(case.dtype), turned.sin().to(case.dtype)
+    prompt = min(case.t, 2 + int(torch.randint(case.t, (), generator=case.draw)))
+    outs, state, count = [], None, torch.zeros(SEQUENCES, dtype=torch.long)
+    with torch.no_grad():
+        exact = copy.deepcopy(made).double()
+        made = made.to(case.dtype)
+        for start, stop in ((0, prompt), *((i, i + 1) for i in range(prompt, case.t))):
+            part, angles = [x[:, :, start:stop] for x in (q, k, v)], (cos[:, start:stop], sin[:, start:stop])
+            if stop - start > 1:
+                out, state = read_piece(made, *part, rotary=angles) or (None, None)
+                count += stop - start
+            else:
+                state = made.init_state(made.read(None, *part, rotary=angles)) if state is None else state
+                call = decoder(made, state, torch.full((HEADS,), -1), count, angles)
+                out = None if call is None else call.token(*part, angles, None, None).transpose(1, 2)
+            assert out is not None, "no compiled call was made"
+            outs.append(out)
+        rotary = cos.double(), sin.double()
+        w = exact.weights(exact.read(None, q.double(), k.double(), v.double(), rotary=rotary))
+    sums, sizes = exponents(q, k), (w.abs() @ wide(v).abs()).cummax(2)[0]
+    floor = 1 + case.t * (1 + sums) * wide(v).abs().amax(2, keepdim=True)
+    return Found(torch.cat(outs, 2), w @ wide(v), counted(case) + sums, sizes, floor, rounded=True)
+
+
+def kept(case: Case) -> Found:
+    """Heads that keep softmax, new rows over a cache in which some keys may not be read."""
+    q, k, v = size(case, 30)
+    new = 1 + int(torch.randint(case.t, (), generator=case.draw))
+    q, allowed = q[:, :, -new:], torch.rand(SEQUENCES, case.t, generator=case.draw) < 0.8
+    found, place = q.new_zeros(*q.shape[:3], case.dv), torch.arange(HEADS) // (HEADS // GROUPS)
+    attend_into(found, q, k, v, place, allowed=allowed)
+    scale, may = case.r**-0.5, rows(case.t, None, 0)[-new:] & allowed[:, None, None]
+    logits = (scale * q.double() @ wide(k).mT).masked_fill(~may, -torch.inf)
+    sums = scale * (q.double().abs() @ wide(k).abs().mT).masked_fill(~may, 0).amax(-1, keepdim=True)
+    w = logits.softmax(-1).nan_to_num(0.0)  # rows that may read nothing are zero
+    return Found(found, w @ wide(v), sums + case.t, w @ wide(v).abs())
+
+
+CALLS: dict[str, Callable[[Case], Found]] = {"layer of a converted model": layer, "kept heads": kept}
 
 
 def compared(name: str, case: Case, run: Callable[[Case], Found], form: str) -> Outcome:
@@ -295,7 +355,7 @@ def compared(name: str, case: Case, run: Callable[[Case], Found], form: str) -> 
 
 
 def batch(number: int) -> Outcome:
-    """Every op once, and some mechanisms, at one random size and in one type."""
+    """Every op and call once, and some mechanisms, at one random size and in one type."""
     draw = torch.Generator().manual_seed(number)
     outcome = Outcome()
     names = catalogue()
@@ -308,6 +368,10 @@ def batch(number: int) -> Outcome:
         dtype = DTYPES[int(torch.randint(len(DTYPES), (), generator=draw))]
         form = "compiled" if int(torch.randint(3, (), generator=draw)) else "torch"
         outcome.add(compared(name, Case(draw, dtype, t, r, dv), run, form))
+    for name, run in CALLS.items() if native.available() else ():  # there is no other form of them
+        t, r, dv = (int(torch.randint(1, most, (), generator=draw)) for most in (65, 40, 24))
+        dtype = (torch.float32, torch.float32, torch.float64)[int(torch.randint(3, (), generator=draw))]
+        outcome.add(compared(name, Case(draw, dtype, t, r, dv), run, "compiled"))
     for kind, figure in outcome.worst.items():
         most = bound(kind.rsplit(", ", 1)[0])
         if not figure <= most:
@@ -317,4 +381,4 @@ def batch(number: int) -> Outcome:
 
 def bound(kind: str) -> float:
     """Of an op or a mechanism and a dtype, such as "delta_attention, float32"."""
-    return BOUNDS.get(kind, 10.0 if kind.split(", ")[0] in OPS else GATED)
+    return BOUNDS.get(kind, 10.0 if kind.split(", ")[0] in (*OPS, "kept heads") else GATED)

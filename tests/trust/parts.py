@@ -41,7 +41,8 @@ def kill_units() -> list[Unit]:
     for verb in VERBS:
         steps = range(0, 144, 3) if verb == "diagnose" else range(50)
         found += [(verb, how, step) for step in steps for how in ("killed", "disk full")]
-        found += [(verb, "killed at a random time", number) for number in range(20)]
+        moments = [f"{how} at a random time" for how in ("killed", "interrupted")]
+        found += [(verb, how, number) for number in range(20) for how in moments]
     return found
 
 
@@ -78,10 +79,12 @@ def numbers(number: int) -> Outcome:
 
 
 def fence(number: int) -> Outcome:
+    from tests.trust import fenced_calls
     from tests.trust.fences import batch, decode
 
     outcome = batch(number)
     outcome.add(decode(number))
+    outcome.add(fenced_calls.batch(number))
     return outcome
 
 
@@ -98,7 +101,7 @@ def tokens(name: str) -> Outcome:
 
 
 PARTS = {
-    "kills": Part("runs killed, or out of disk, at each step; started again", kill_units, kill),
+    "kills": Part("runs killed, interrupted or out of disk, at each step; started again", kill_units, kill),
     "files": Part("damaged files", file_units, damage),
     "numerics": Part("hostile numbers against float64", lambda: [(i,) for i in range(120)], numbers),
     "fences": Part("kernels between forbidden pages", lambda: [(i,) for i in range(150)], fence),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attngap.ops import native
-from tests.trust import damage, fences, files, kills, million, numerics
+from tests.trust import damage, fenced_calls, fences, files, kills, million, numerics
 from tests.trust.outcome import Outcome
 from tests.trust.parts import PARTS
 
@@ -25,6 +25,7 @@ def bench(tmp_path_factory):
         ("linearize", "killed", 0.06),  # its folder for pieces is there and not marked as ours
         ("linearize --overwrite", "killed", 0.85),
         ("linearize", "disk full", 0.8),
+        ("linearize", "interrupted at a random time", 0.5),
     ],
 )
 def test_a_disturbed_run_started_again_gives_the_same_result(bench, verb, how, part):
@@ -74,6 +75,7 @@ def test_a_wrong_number_is_noticed():
 def test_kernels_stay_between_forbidden_pages():
     found = fences.batch(10_000, calls=25)
     found.add(fences.decode(10_000))
+    found.add(fenced_calls.batch(10_000))
     assert found.faults == []
 
 

@@ -28,6 +28,7 @@ from attngap.provenance import provenance
 
 SCHEMA, BEFORE = "attngap.conversion/2", "attngap.conversion/1"
 LARGEST = 2**26  # bytes of a record: a thousand layers take a thousandth of it
+ALWAYS = {"feature_map", "window", "sinks", "relative", "gain"}  # of a hybrid's options, in every record
 RECORD, WEIGHTS, BASE, CARD = "attngap.json", "adapter.safetensors", "base", "README.md"
 
 
@@ -337,7 +338,13 @@ def _validated(text: str, folder: Path) -> Conversion:
     except (ValueError, RecursionError) as error:
         raise AttngapError(f"'{folder / RECORD}' is not JSON: {error}. Convert the model again") from error
     content = {"lora": 0} | (written if isinstance(written, dict) else {}) | {"schema": SCHEMA}
-    return Conversion.model_validate_json(json.dumps(content)).sealed(_file_hash(folder / WEIGHTS))
+    if content.keys() & {"seal", "adapter"}:
+        raise AttngapError(f"'{folder / RECORD}' was changed after it was written. Convert the model again")
+    found = Conversion.model_validate_json(json.dumps(content))
+    for each in found.layers:
+        if missing := ALWAYS - each.options.keys() if each.mechanism == "hybrid" else set():
+            raise AttngapError(f"'{folder / RECORD}' lacks {min(missing)!r} of layer {each.layer}. Convert it again")
+    return found.sealed(_file_hash(folder / WEIGHTS))
 
 
 def read_record(folder: Path) -> Conversion:

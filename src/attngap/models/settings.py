@@ -37,7 +37,7 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _kept(value) if isinstance(value, dict) else value
         for key, value in sorted(found.items())
-        if value is not None and not BOOKKEEPING.fullmatch(key)
+        if not BOOKKEEPING.fullmatch(key)
     }
 
 
