@@ -26,6 +26,7 @@ from attngap.models.compat import (
     set_attention,
 )
 from attngap.models.mixed import MixedHeads, mixed_heads
+from attngap.models.products import compile_products
 from attngap.models.shapes import LayerShape, layer_shapes
 from attngap.models.twin import CHILD, converted_class, twin
 
@@ -78,6 +79,8 @@ def swap(model: PreTrainedModel, layers: Mapping[int, tuple[Mechanism, Iterable[
     converted.__class__ = converted_class(type(model))
     vars(converted)["shares_weights"] = True
     attach(converted)
+    if layers:
+        compile_products(converted)
     return converted
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attngap.errors import AttngapError
+from attngap.models.products import plain_products
 
 CHILD = "attngap"  # the child of an attention module that says which heads are replaced
 
@@ -96,6 +97,7 @@ def undone(model: PreTrainedModel) -> PreTrainedModel:
     found.__class__ = plain_class(model)
     for name in ("conversion", "shares_weights"):
         vars(found).pop(name, None)
+    plain_products(found)
     for part in list(found.modules()):
         part._modules.pop(CHILD, None)
         for name, child in list(part.named_children()):

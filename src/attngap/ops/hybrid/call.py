@@ -135,7 +135,7 @@ class TokenCall(CallTable):
         threads = 1 if work < native.ALONE else native.thread_count(self.lanes, work)
         self.words[self.moves] = threads == 1
         if threads == 1:
-            native.run_alone(self.kernel, self.address, self.dtype, self.lanes, self.scratch)
+            native.run_alone(self.kernel, (self.address,), self.dtype, self.lanes, self.scratch)
             return
         native.run(self.kernel, (self.address,), self.dtype, self.lanes, work, self.scratch)
         if self.words[self.status] != self.tables.OVERLAPS:

@@ -91,21 +91,21 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
         pages.check_guards()
 
 
-def run_alone(kernel: Callable, argument: int, dtype: torch.dtype, lanes: int, scratch: "Scratch") -> None:
+def run_alone(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, scratch: "Scratch") -> None:
     """`run` in this thread, in scratch memory that it keeps: for calls of microseconds, which must not count on zeros.
 
     The same memory for all layers of a model also stays in cache.
     """
     kept = _kept.__dict__
-    if kept.get("bytes", 0) < scratch.bytes:
+    if kept.get("bytes", -1) < scratch.bytes:
         memory = torch.zeros(scratch.bytes + PANEL, dtype=torch.uint8)
         kept |= {"memory": memory, "bytes": scratch.bytes, "address": -(-memory.data_ptr() // PANEL) * PANEL}
     address = kept["address"]
     if scratch.guards:
         scratch.guard([address])
     if (kernel, dtype) not in _ready:
-        _make_ready(kernel, (argument,), dtype, address)
-    kernel(argument, _ZEROS[dtype], address, 0, lanes)
+        _make_ready(kernel, arguments, dtype, address)
+    kernel(*arguments, _ZEROS[dtype], address, 0, lanes)
     if scratch.guards:
         scratch.check([address])
         pages.check_guards()

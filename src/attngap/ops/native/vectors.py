@@ -120,6 +120,21 @@ def load(typing_context, address, kind):
 
 
 @primitive
+def load_half(typing_context, address, kind):
+    """The numbers in bfloat16 at an address as a vector of float32: its upper halves, zeros below."""
+
+    def generate(context, builder, signature, arguments):
+        vector = ir_type(kind)
+        halves = ir.VectorType(ir.IntType(16), vector.count)
+        whole = ir.VectorType(ir.IntType(32), vector.count)
+        found = builder.load(builder.inttoptr(arguments[0], halves.as_pointer()), align=2)
+        shifted = builder.shl(builder.zext(found, whole), ir.Constant(whole, [16] * vector.count))
+        return builder.bitcast(shifted, vector)
+
+    return Vector(kind)(types.intp, kind), generate
+
+
+@primitive
 def store(typing_context, address, vector):
     def generate(context, builder, signature, arguments):
         place = builder.inttoptr(arguments[0], ir_type(vector.dtype).as_pointer())
