@@ -1,5 +1,7 @@
 """The records of a benchmark, on sizes that take no time."""
 
+import dataclasses
+
 import pytest
 
 from attngap.benchmark import measure, peers, run
@@ -16,7 +18,7 @@ def one_turn(monkeypatch):
 def test_every_record_is_complete(monkeypatch):
     monkeypatch.setattr(peers, "missing", lambda name: "gone" if name == "fast-transformers" else None)
     parts = list(compare((32,), heads=2, width=8))
-    assert len(parts) == steps((32,)) == 8
+    assert len(parts) == steps((32,)) == 9
     records = [record for _, found in parts for record in found]
     assert {r["op"] for r in records} == {"linear", "delta", "hybrid"}
     for record in records:
@@ -63,7 +65,18 @@ def test_growth_is_the_exponent_over_the_upper_half():
 
 
 def test_slow_peers_are_left_out_at_great_length(monkeypatch):
-    monkeypatch.setattr(run, "LONGEST", {"sdpa": 31})
+    monkeypatch.setattr(run, "LONGEST", {"sdpa": {"forward": 31}})
     for _, records in compare((32,), heads=2, width=8):
         sdpa = next(r for r in records if r["implementation"] == "sdpa")
-        assert sdpa["missing"] == "not measured beyond 31 tokens"
+        assert sdpa.get("missing") == ("not measured beyond 31 tokens" if sdpa["direction"] == "forward" else None)
+
+
+def test_compiling_is_not_measured(monkeypatch):
+    calls = []
+    monkeypatch.setattr(run, "best_milliseconds", lambda found: calls.append("measured") or dict.fromkeys(found, 1.0))
+    case = run.cases()[0]
+    watched = dict(case.implementations)
+    watched["attngap"] = lambda *inputs: calls.append(inputs[0].shape[2]) or case.implementations["attngap"](*inputs)
+    monkeypatch.setattr(run, "cases", lambda: (dataclasses.replace(case, implementations=watched),))
+    next(compare((32,), heads=2, width=8))
+    assert calls[: calls.index("measured")].count(run.SHORT) >= len(case.directions)

@@ -11,7 +11,11 @@ from attngap import ops
 from attngap.benchmark import peers
 
 OURS = "attngap"
-LONGEST = {"sdpa": 8192, "transformers": 8192}  # beyond, they take minutes and say nothing new
+FORWARD, BOTH, EXPANDED = "forward", "forward+backward", "forward+backward, expanded gradient"
+LONGEST = {  # beyond, they take minutes and say nothing new
+    "sdpa": {FORWARD: 32768, BOTH: 8192, EXPANDED: 8192},
+    "transformers": {FORWARD: 8192, BOTH: 8192},
+}
 Implementation = Callable[..., Tensor]
 
 
@@ -23,6 +27,7 @@ class Case:
     form: str
     inputs: Callable[[int, int, int], tuple[Tensor, ...]]  # heads, length, width
     implementations: dict[str, Implementation]
+    directions: tuple[str, ...] = (FORWARD, BOTH)
 
 
 def cases(windows: tuple[int, ...] = (64, 256)) -> tuple[Case, ...]:
@@ -37,6 +42,7 @@ def cases(windows: tuple[int, ...] = (64, 256)) -> tuple[Case, ...]:
                 "fast-transformers": peers.fast_transformers,
                 "vectorized torch": peers.vectorized,
             },
+            (FORWARD, BOTH, EXPANDED),
         ),
         Case(
             "delta",

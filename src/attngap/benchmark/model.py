@@ -24,12 +24,16 @@ Record = dict[str, Any]
 
 
 def model_speeds(models: Models, contexts: Sequence[int], prompts: Sequence[int]) -> Iterator[tuple[str, Record]]:
-    """(what was measured, its record): the read of the weights, every context, every prompt."""
+    """(what was measured, its record): the read of the weights, every context, every prompt.
+
+    Models beside the original and the converted one decode only.
+    """
     yield "weights", reading(models["original"])
     for context in contexts:
         yield f"decode at {context}", decoding(models, context)
+    both = {name: models[name] for name in ("original", "converted")}
     for length in prompts:
-        yield f"prompt of {length}", prefill(models, length)
+        yield f"prompt of {length}", prefill(both, length)
 
 
 def reading(model: PreTrainedModel) -> Record:

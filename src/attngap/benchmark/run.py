@@ -9,25 +9,27 @@ import torch
 from torch import Tensor
 
 from attngap.benchmark import peers
-from attngap.benchmark.cases import LONGEST, OURS, Case, cases
+from attngap.benchmark.cases import EXPANDED, FORWARD, LONGEST, OURS, Case, cases
 from attngap.benchmark.measure import best_milliseconds, extra_mb, matmul_rate, operations
 from attngap.mechanisms.catalogue import catalogue, mechanism
 
-DIRECTIONS = ("forward", "forward+backward")
+SHORT = 64  # tokens of a call that only compiles
 Record = dict[str, Any]
 
 
 def compare(lengths: tuple[int, ...], *, heads: int = 8, width: int = 64) -> Iterator[tuple[str, list[Record]]]:
     """(what was measured, its records) for each op, length and direction."""
     for case in cases():
+        for direction in case.directions:
+            _call(case.implementations[OURS], case.inputs(heads, SHORT, width), direction)()
         for n in lengths:
-            for direction in DIRECTIONS:
+            for direction in case.directions:
                 yield f"{case.op} {direction} at {n}", _records(case, n, direction, heads, width)
 
 
 def steps(lengths: tuple[int, ...]) -> int:
     """How many times `compare` yields."""
-    return len(cases()) * len(lengths) * len(DIRECTIONS)
+    return len(lengths) * sum(len(case.directions) for case in cases())
 
 
 def _records(case: Case, n: int, direction: str, heads: int, width: int) -> list[Record]:
@@ -35,8 +37,9 @@ def _records(case: Case, n: int, direction: str, heads: int, width: int) -> list
     calls, absent = {}, {}
     for name, implementation in case.implementations.items():
         reason = peers.missing(name)
-        if n > LONGEST.get(name, n):
-            reason = f"not measured beyond {LONGEST[name]} tokens"
+        longest = LONGEST.get(name, {}).get(direction, n)
+        if n > longest:
+            reason = f"not measured beyond {longest} tokens"
         if reason:
             absent[name] = reason
         else:
@@ -58,7 +61,7 @@ def _records(case: Case, n: int, direction: str, heads: int, width: int) -> list
 
 
 def _call(implementation: Callable[..., Tensor], inputs: tuple[Tensor, ...], direction: str) -> Callable[[], Tensor]:
-    if direction == "forward":
+    if direction == FORWARD:
 
         def forward() -> Tensor:
             with torch.no_grad():
@@ -67,7 +70,8 @@ def _call(implementation: Callable[..., Tensor], inputs: tuple[Tensor, ...], dir
         return forward
     tracked = [x.clone().requires_grad_() for x in inputs]
     with torch.no_grad():
-        weight = torch.randn_like(implementation(*inputs))
+        out = implementation(*inputs)
+        weight = torch.ones(()).expand_as(out) if direction == EXPANDED else torch.randn_like(out)
 
     def both() -> Tensor:
         for x in tracked:
@@ -83,7 +87,7 @@ def _kept(inputs: tuple[Tensor, ...], direction: str) -> int:
     """Bytes of the results: the output, shaped as v, and the gradients."""
     q, k, v = inputs[:3]
     output = v.nbytes // k.shape[1] * q.shape[1]
-    return output + (sum(x.nbytes for x in inputs) if direction != "forward" else 0)
+    return output + (sum(x.nbytes for x in inputs) if direction != FORWARD else 0)
 
 
 def crossovers(
@@ -96,17 +100,17 @@ def crossovers(
         for n in lengths:
             q, k, v = torch.randn(3, 1, heads, n, width)
             x = torch.randn(1, n, made.model_dim) if made.gated and made.model_dim else None
-            calls = {OURS: _mechanism_call(made, x, q, k, v), "sdpa": _call(peers.sdpa, (q, k, v), "forward")}
+            calls = {OURS: _mechanism_call(made, x, q, k, v), "sdpa": _call(peers.sdpa, (q, k, v), FORWARD)}
             found = best_milliseconds(calls)
             for who, took in found.items():
                 times[who].append(took)
-            place = {"op": "mechanism", "form": name, "direction": "forward", "n": n, "implementation": OURS}
+            place = {"op": "mechanism", "form": name, "direction": FORWARD, "n": n, "implementation": OURS}
             ratios = {"sdpa": found["sdpa"] / found[OURS]}
             records.append(place | {"milliseconds": found[OURS], "ratios": ratios})
         summary = {
             "op": "crossover",
             "form": name,
-            "direction": "forward",
+            "direction": FORWARD,
             "implementation": OURS,
             "n": first_win(lengths, times[OURS], times["sdpa"]),
             "measured_to": lengths[-1],

@@ -16,6 +16,7 @@ QUICK, FULL = (512, 2048), (512, 2048, 8192, 32768)
 QUICK_MECHANISMS, FULL_MECHANISMS = (256, 512, 1024), (256, 512, 1024, 2048, 4096, 8192)
 
 
+COMPILED = "original, compiled products"
 QUICK_CONTEXTS, QUICK_PROMPTS = "256,1024", "512"
 
 
@@ -60,12 +61,16 @@ def measure_model(folder: Path, contexts: tuple[int, ...], prompts: tuple[int, .
         raise AttngapError("Contexts and prompts are lengths of at least 1")
     from attngap.benchmark.model import model_speeds
     from attngap.models.load import load
+    from attngap.models.products import compile_products
     from attngap.models.save import load_base, read_record
+    from attngap.models.twin import twin
     from attngap.progress import progress
 
     records = []
     with progress("benchmark", 2 + len(contexts) + len(prompts)) as advance:
         models = {"original": load_base(folder, read_record(folder))[0].eval(), "converted": load(folder)[0].eval()}
+        models[COMPILED] = twin(models["original"])  # what of the gain is not the conversion's
+        compile_products(models[COMPILED])
         advance(note="models")
         for note, found in model_speeds(models, contexts, prompts):
             records.append(found)
@@ -97,6 +102,7 @@ def _print(records: list[dict[str, Any]]) -> None:
     console.print(_ops_table([r for r in records if r["op"] not in ("mechanism", "crossover")]))
     if not native.available():
         console.print(str(missing_extra("attngap's compiled kernels need", "native")), style="dim", markup=False)
+    console.print("window 64, window 256: hybrid attention with a window of so many tokens.", style="dim")
     console.print("times faster: how many times longer the peer takes than attngap.", style="dim")
     missing = {r["implementation"]: r["missing"] for r in records if "missing" in r}
     for name, reason in missing.items():
@@ -110,14 +116,19 @@ def _print_model(records: list[dict[str, Any]]) -> None:
 
     console = Console(markup=False)
     table = Table("", box=None)
-    for head in ("tokens", "original ms", "converted ms", "times as fast", "cache MB"):
+    for head in ("tokens", "original ms", "products compiled", "converted ms", "times as fast", "cache MB"):
         table.add_column(head, justify="right")
     for r in records[1:]:
-        times = [f"{r['milliseconds'][name]:.4g}" for name in ("original", "converted")]
-        held = [f"{x:.0f}" for x in r.get("cache_mb", {}).values()]
+        taken = [r["milliseconds"].get(name) for name in ("original", COMPILED, "converted")]
+        times = ["" if x is None else f"{x:.4g}" for x in taken]
+        held = [f"{r['cache_mb'][name]:.0f}" for name in ("original", "converted") if "cache_mb" in r]
         table.add_row(r["what"], f"{r['n']:,}", *times, f"{r['times_as_fast']:.2f}", " / ".join(held))
     console.print(table)
     weights = records[0]
+    console.print(
+        "products compiled: the original with the linear layers that a converted model has for single tokens.",
+        style="dim",
+    )
     console.print(
         f"decode: one token after so many; prefill: a whole prompt. A token cannot take less than one read of the "
         f"weights: {weights['mb']:.0f} MB, {weights['milliseconds']:.1f} ms.",
@@ -134,12 +145,16 @@ def _ops_table(records: list[dict[str, Any]]) -> "Table":
     rows: dict[tuple, dict[str, dict]] = {}
     for record in records:
         if "missing" not in record:
-            place = rows.setdefault((record["op"], record["n"], record["implementation"]), {})
+            op = record["op"] if record["op"] != "hybrid" else record["form"].partition(",")[0]  # by its window
+            place = rows.setdefault((op, record["n"], record["implementation"]), {})
             place[record["direction"]] = record
     for (op, n, name), by_direction in rows.items():
         cells = []
         for direction in ("forward", "forward+backward"):
-            record, ours = by_direction[direction], rows[op, n, "attngap"][direction]
+            record, ours = by_direction.get(direction), rows[op, n, "attngap"][direction]
+            if record is None:
+                cells += ["", "", ""]
+                continue
             ratio = ours["ratios"].get(name)
             cells += [_brief(record["milliseconds"]), _brief(record["extra_mb"]), f"{ratio:.1f}" if ratio else ""]
         table.add_row(op, str(n), name, *cells)
