@@ -98,7 +98,7 @@ def test_other_kinds_of_linear_layers_and_forwards_stay():
     assert not isinstance(patched.forward, Product)
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # torch means to give it up
 def test_dynamic_quantization_takes_the_layers_over(layers):
     quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(layers), {nn.Linear}, dtype=torch.qint8)
     token = torch.randn(1, 1, 32)
