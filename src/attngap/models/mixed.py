@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.calls import possible
-from attngap.mechanisms.decoding import decoder
+from attngap.mechanisms.decoding import Decoder, decoder
 from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
@@ -19,6 +19,8 @@ from attngap.models.cache import MixedLayer, forget_pending, pending, waiting
 from attngap.models.masks import readable, readable_keys, real_tokens
 from attngap.ops.hybrid import KeptHeads
 from attngap.ops.softmax.compiled import attend_into, can_attend
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class MixedHeads(nn.Module):
@@ -108,23 +110,53 @@ class MixedHeads(nn.Module):
         if cache is None or cache.past is not None or not isinstance(mechanism, Hybrid) or not possible():
             return None
         state = cache.state
-        if (
-            state is None
-            or q.dtype != state["S"].dtype
-            or (q.shape[3] ** -0.5 if scale is None else scale) != mechanism.scale
-        ):
+        if state is None or (q.shape[3] ** -0.5 if scale is None else scale) != mechanism.scale:
             return None
         if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
             return None
-        found = cache.decoder
-        if found is None or not found.fits(mechanism, state, cache.count):
-            found = cache.decoder = decoder(mechanism, state, self.place, cache.count, rotary)
+        single = state["S"].dtype
+        if q.dtype != single:
+            return self._half_token(cache, q, k, v, mask, scale, rotary) if q.dtype in HALVES else None
+        found = self._decoder(cache, self.place, rotary)
         if found is None:
             return None
         out = found.token(q, k, v, rotary, mask, cache.grow() if self.readers else None)
         forget_pending()
         cache.unread = False
         return out
+
+    def _half_token(
+        self,
+        cache: MixedLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        rotary: Angles | None,
+    ) -> Float[Tensor, "b 1 h dv"] | None:
+        """In half precision the call computes the replaced heads, in single; kept heads read their cache as it is."""
+        assert cache.state is not None
+        single = cache.state["S"].dtype
+        angles = None if rotary is None else (rotary[0].to(single), rotary[1].to(single))
+        found = self._decoder(cache, torch.full_like(self.place, -1), angles)
+        if found is None:
+            return None
+        out = found.token(q.to(single), k.to(single), v.to(single), angles, mask, None).to(v.dtype)
+        forget_pending()
+        cache.unread = False
+        if not self.readers:
+            return out
+        return self._exact(out.transpose(1, 2), q, *cache.append(k, v), mask, scale).transpose(1, 2).contiguous()
+
+    def _decoder(self, cache: MixedLayer, place: Tensor, rotary: Angles | None) -> Decoder | None:
+        """The compiled call of the cache, laid out anew where it no longer fits."""
+        mechanism, state = self.mechanism, cache.state
+        assert isinstance(mechanism, Hybrid)
+        assert state is not None
+        if cache.decoder is None or not cache.decoder.fits(mechanism, state, cache.count):
+            cache.decoder = decoder(mechanism, state, place, cache.count, rotary)
+        return cache.decoder
 
     def _decodes(self, cache: MixedLayer, q: Tensor, scale: float | None) -> bool:
         """Whether one call serves all heads: one new token, of hybrid heads and kept ones, that is not taken back."""
