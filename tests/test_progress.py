@@ -37,6 +37,7 @@ def test_a_notebook_shows_a_bar_by_default(notebook, capsys):
     assert 'value="4" max="4"' in notebook[2]["text/html"]  # what is done is full, however many steps it counted
     assert "layer &lt;1&gt;" in notebook[1]["text/html"]
     assert "<layers>" not in notebook[1]["text/html"]
+    assert "min-width" in notebook[1]["text/html"]  # bars of stages with names of any length begin at one place
     assert capsys.readouterr() == ("", "")
 
 

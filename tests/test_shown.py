@@ -85,10 +85,61 @@ def test_words_stand_to_the_left_and_numbers_to_the_right(diagnosis):
     """A notebook puts every cell to the right: reasons of three lines once stood there."""
     header = list(next(parsed(diagnosis._repr_html_()).iter("tr")))
     sides = {cell.text: cell.get("style") for cell in header}
-    assert sides["verdict"] == sides["reason"] == "text-align: left"
+    assert sides["verdict"] == "text-align: left"
+    assert sides["reason"] == "text-align: left; min-width: 24em"  # a word a line on a phone, once
     assert [side for name, side in sides.items() if name.startswith(("damage", "floor"))] == ["text-align: right"] * 2
 
 
 def test_a_receipts_quality_carries_its_length(receipt):
     captions = [caption.text for caption in parsed(receipt._repr_html_()).iter("caption")]
     assert captions[0] == "Quality on held-out text, passages of 1,024 tokens"
+
+
+def test_a_chart_in_a_notebook_needs_no_net(diagnosis):
+    """Altair's own would load its scripts from elsewhere, and show an error without a net."""
+    shown = diagnosis.plot("damage").properties(width=300)._repr_mimebundle_(include=None, exclude=None)
+    assert "text/html" not in shown
+    squares = [path for path in ET.fromstring(shown["image/svg+xml"]).iter(f"{SVG}path") if path.get("aria-label")]
+    assert len(squares) == 540
+    assert len(shown["text/plain"]) < 200
+
+
+def test_a_probe_is_a_line_and_a_small_table():
+    quick = {"steps": 2, "batch": 4, "test": 8, "validation": 8}
+    result = attngap.probe("copy", "elu", train=quick)
+    score = f"{result.score:.3f}"
+    assert repr(result) == f"Result(task=copy, mechanism=elu, accuracy={score}, chance=0.031, best=1.000, seeds=1)"
+    cells = [cell.text for cell in parsed(result._repr_html_()).iter("td")]
+    assert cells == ["copy", "elu", score, "0.031", "1.000", "1"]
+
+
+def test_an_estimate_is_a_line_and_two_tables(capsys, monkeypatch):
+    from attngap.costs.estimate import Cost, Estimate
+    from attngap.costs.gain import Gain
+    from attngap.costs.view import show
+
+    monkeypatch.setenv("COLUMNS", "100")
+    cost = Cost(seconds=90.0, stages={}, memory=2_000_000_000, beyond=10**9, disk=10**8)
+    gain = Gain(context=4096, cache=10**9, converted_cache=10**8, token_seconds=0.2, converted_token_seconds=0.1)
+    facts = {"parameters": 10**9, "layers": 2, "heads": 4, "replaceable_layers": 2, "dtype": "float32", "device": "cpu"}
+    found = Estimate(
+        model="<b>tiny",
+        **facts,
+        workers=1,
+        weights=10**9,
+        available=None,
+        diagnose=cost,
+        linearize=cost.model_copy(update={"seconds": 7000.0}),
+        keep=0.1,
+        gains=[gain],
+        notes=["about"],
+        options={"diagnose": {"text": "x" * 1000}},
+        provenance={},
+    )
+    assert repr(found) == "Estimate(model='<b>tiny', diagnose='90 s, 2.0 GB', linearize='117 min, 2.0 GB')"
+    show(found)
+    printed = capsys.readouterr().out
+    cells = [cell.text for cell in parsed(found._repr_html_()).iter("td")]
+    assert cells[:5] == ["diagnose", "90 s", "2.00 GB", "1.00 GB", "100 MB"]
+    assert cells[-1] == "2.00x"
+    assert all(cell in printed for cell in cells)

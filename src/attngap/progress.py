@@ -69,7 +69,8 @@ def _in_notebook(display: Any, description: str, total: int) -> Iterator[Advance
 
     def draw(text: str) -> dict[str, str]:
         bar = f'<progress value="{done}" max="{max(total, 1)}"></progress>'
-        return {"text/plain": f"{description}: {text}", "text/html": f"{html.escape(description)} {bar} {text}"}
+        label = f'<span style="display: inline-block; min-width: 16em">{html.escape(description)}</span>'
+        return {"text/plain": f"{description}: {text}", "text/html": f"{label} {bar} {text}"}
 
     handle = display(draw(f"0/{total}"), raw=True, display_id=True)
 

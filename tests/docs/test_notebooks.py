@@ -14,7 +14,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHOWN = {
     "diagnose": ["Diagnosis", "DataFrame", "Chart", "Plan"],
     "convert": ["Receipt", "Receipt"],
-    "own-mechanism": [],
+    "own-mechanism": ["Result"],
 }
 
 

@@ -90,6 +90,7 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 def test_it_is_the_model_that_was_written(cache, tmp_path):
     written = write(tmp_path / "tiny.gguf")
     model, tokenizer = load(tmp_path / "tiny.gguf")
+    assert model.config.name_or_path == str(tmp_path / "tiny.gguf")  # and not the folder it was translated to
     tokens = torch.arange(2, 40)[None]
     with torch.no_grad():
         ours, theirs = model(tokens).logits, written(tokens).logits

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from attngap.charts.frame import BLUE, GRAY, ORANGE, TEAL, Row, altair, rows
+from attngap.charts.frame import BLUE, GRAY, ORANGE, TEAL, Row, altair, chart_class, rows
 from attngap.errors import unknown
 
 
@@ -69,7 +69,7 @@ def head_map(heads: Sequence[Row], color: str = "verdict"):
     outline = alt.condition("datum.id == chosen", alt.value(3), alt.value(0))
     gap = alt.Scale(paddingInner=0.08)
     return (
-        alt.Chart(rows(heads, ["id", "layer", "head", *named, *(metric.key for metric in known)]))
+        chart_class()(rows(heads, ["id", "layer", "head", *named, *(metric.key for metric in known)]))
         .mark_rect(cornerRadius=1.5, stroke="#000")
         .encode(
             x=alt.X("layer:O", title="layer", scale=gap, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),

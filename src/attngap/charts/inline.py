@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 CELL, GAP = 10, 1  # pixels of a square of the map, and between squares
 BAR, LABEL, LINE = 220, 150, 20  # pixels of the longest bar, of its name, and from one bar to the next
+SENTENCE = 40  # characters from which a cell needs room to wrap
 TEXT = 'font-family="sans-serif" font-size="12" fill="currentColor"'
 
 
@@ -19,13 +20,17 @@ class Grid:
     rows: Sequence[Sequence[str]]
 
     def html(self) -> str:
-        sides = self._sides()
-        head = "".join(_cell("th", cell, side) for cell, side in zip(self.header, sides, strict=True))
+        styles = [f"text-align: {side}" for side in self._sides()]
+        for place in range(len(styles)):
+            if any(len(row[place]) > SENTENCE for row in self.rows):
+                styles[place] += "; min-width: 24em"  # or a narrow notebook puts a word on each line
+        head = "".join(_cell("th", cell, style) for cell, style in zip(self.header, styles, strict=True))
         body = "".join(
-            f"<tr>{''.join(_cell('td', cell, side) for cell, side in zip(row, sides, strict=True))}</tr>"
+            f"<tr>{''.join(_cell('td', cell, style) for cell, style in zip(row, styles, strict=True))}</tr>"
             for row in self.rows
         )
-        return f"<table><caption>{escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
+        table = f"<table><caption>{escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
+        return f'<div style="overflow-x: auto">{table}</div>'
 
     def rich(self) -> Any:
         """The same for a terminal."""
@@ -47,8 +52,8 @@ class Grid:
         return ["right" if each else "left" for each in numbers]
 
 
-def _cell(tag: str, text: str, side: str) -> str:
-    return f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
+def _cell(tag: str, text: str, style: str) -> str:
+    return f'<{tag} style="{style}">{escape(text)}</{tag}>'
 
 
 def number(value: float | None, form: str) -> str:

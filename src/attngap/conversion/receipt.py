@@ -119,8 +119,9 @@ class Receipt(BaseModel):
         yield "kept", f"{self.kept} of {self.heads} heads"
         ours = self.quality.get(CONVERTED)
         if ours is not None:
-            yield "perplexity_ratio", ours.perplexity_ratio
-            yield "divergence", ours.divergence
+            if ours.perplexity_ratio is not None:
+                yield "perplexity_ratio", round(ours.perplexity_ratio, 4)
+            yield "divergence", round(ours.divergence, 4)
 
     def shortcomings(self) -> list[str]:
         """Where the conversion is not clearly better than a baseline; said, never hidden."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from transformers import PretrainedConfig
 
 from attngap.conversion.options import ConversionOptions
+from attngap.costs import view
 from attngap.costs.gain import Gain, gains
 from attngap.costs.machine import Rates, measure_rates, remembered
 from attngap.costs.memory import Space, conversion_space, diagnosis_space
@@ -59,6 +60,15 @@ class Estimate(BaseModel):
     notes: list[str]
     options: dict[str, dict[str, Any]]
     provenance: dict[str, Any]
+
+    def __repr_args__(self):
+        """A line for people; `model_dump` has everything."""
+        yield "model", self.model
+        for verb, cost in (("diagnose", self.diagnose), ("linearize", self.linearize)):
+            yield verb, f"{view.time_of(cost.seconds)}, {cost.memory / 1e9:.1f} GB"
+
+    def _repr_html_(self) -> str:
+        return view.to_html(self)
 
 
 def estimate(

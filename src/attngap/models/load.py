@@ -130,7 +130,7 @@ def load_model(
     name, path = str(model), _path(model)
     chosen = dtype or torch.float32
     if path.is_file() or path.suffix == ".gguf":
-        return _load_gguf(path, options, chosen)
+        return _load_gguf(path, name, options, chosen)
     if not path.is_dir():
         _check_name(name)
         return _load_pretrained(name, name, options, chosen, allow_pickle)
@@ -265,6 +265,8 @@ def _load_pretrained(
             raise AttngapError(_why_not(name, error)) from error
     _check_weights(name, model, info, (getattr(config, "architectures", None) or [None])[0])
     _check_input(type(model))
+    # As it was asked for: results and saved conversions name it so.
+    model.config.name_or_path = model.name_or_path = name
     return model.eval()
 
 
@@ -371,11 +373,11 @@ def _with_head() -> set[str]:
     return found
 
 
-def _load_gguf(path: Path, options: dict[str, Any], dtype: torch.dtype | str):
+def _load_gguf(path: Path, name: str, options: dict[str, Any], dtype: torch.dtype | str):
     if not path.is_file():
         raise AttngapError(f"No file '{path}'. A model is {FORMS}")
     with _quiet(), plain_folder(path) as folder:
-        return _load_pretrained(str(folder), str(path), options, dtype, allow_pickle=False)
+        return _load_pretrained(str(folder), name, options, dtype, allow_pickle=False)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,8 @@ class Plan(_Strict):
         yield "model", self.model.name
         yield "keep", f"{len(self.keep)} of {self.model.layers * self.model.heads} heads"
         yield "granularity", self.granularity
-        yield "replacement", self.replacement
+        yield "window", self.replacement.window
+        yield "feature_map", self.replacement.feature_map
 
     def _repr_html_(self) -> str:
         """The map of what stays softmax, for a notebook."""

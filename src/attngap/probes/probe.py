@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attngap.charts.inline import Grid, number
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.probes.model import Decoder, ModelOptions, replicate
@@ -38,6 +39,21 @@ class Result:
     closed: float | None  # how far from chance (0) to best (1)
     summary: Summary | None
     records: list[Record]
+
+    def __repr__(self) -> str:
+        """A line for people; `summary` and `records` have everything."""
+        return f"Result({', '.join(f'{name}={cell}' for name, cell in self._shown().items())})"
+
+    def _repr_html_(self) -> str:
+        shown = self._shown()
+        return Grid("A probe, mean over seeds", tuple(shown), [tuple(shown.values())]).html()
+
+    def _shown(self) -> dict[str, str]:
+        interval = "" if self.half_width is None else f" ± {self.half_width:.3f}"
+        score = number(self.score, ".3f") + interval
+        ends = {"chance": number(self.chance, ".3f"), "best": number(self.best, ".3f")}
+        seeds = {} if self.summary is None else {"seeds": str(len(self.summary.scores))}
+        return {"task": self.task, "mechanism": self.mechanism, self.metric: score, **ends, **seeds}
 
 
 def probe(
