@@ -119,7 +119,17 @@ def test_mistakes_are_one_line(client):
     assert client.get("/api/weights", params=asked | {"name": "elu", "tokens": 5000}).json() == {
         "error": "tokens must be 2 to 128, got 5000"
     }
-    assert client.get("/api/law", params=HERE | {"needle": 9}).status_code == 422
+    answer = client.get("/api/law", params=HERE | {"needle": 9})
+    assert (answer.status_code, answer.json()) == (422, {"error": "needle: Input should be less than or equal to 1.5"})
+    for odd in ({"seed": 2**70}, {"sharpness": "nan"}, {"sharpness": "9" * 400}):
+        assert (
+            client.get("/api/weights", params=asked | {"name": "elu"} | odd)
+            .json()["error"]
+            .startswith("sharpness must")
+        )
+    said = client.post("/api/chat", json={"original": [{"role": "user"}]})
+    assert said.json() == {"error": "A message has a role and a content"}
+    assert client.post("/api/chat", content=b"\xff\xfe").json()["error"].startswith("the request: ")
     assert client.get("/api/sentence", params={"text": "x"}).json()["error"].startswith("The sentence has fewer than 2")
     assert client.get("/api/sentence/9/0", params={"text": "abc"}).json() == {
         "error": "No head 9.0: layers are 0-1, heads 0-3"

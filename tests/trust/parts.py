@@ -100,10 +100,17 @@ def tokens(name: str) -> Outcome:
     return stream(name)
 
 
+def request(number: int) -> Outcome:
+    from tests.trust.requests import batch
+
+    return batch(number)
+
+
 PARTS = {
     "kills": Part("runs killed, interrupted or out of disk, at each step; started again", kill_units, kill),
     "files": Part("damaged files", file_units, damage),
     "numerics": Part("hostile numbers against float64", lambda: [(i,) for i in range(120)], numbers),
     "fences": Part("kernels between forbidden pages", lambda: [(i,) for i in range(150)], fence),
+    "requests": Part("odd requests to the explorer", lambda: [(i,) for i in range(25)], request),
     "tokens": Part("a million tokens through one state", token_units, tokens),
 }

@@ -91,6 +91,13 @@ def test_forbidden_pages_are_forbidden():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
+def test_odd_requests_to_the_explorer_have_an_answer():
+    pytest.importorskip("fastapi")
+    from tests.trust import requests
+
+    assert requests.batch(1000, requests=60).faults == []
+
+
 @pytest.mark.parametrize("name", ["elu", "gated-delta", "hybrid", million.CACHE])
 def test_many_tokens_leave_the_state_as_large_as_it_was(name):
     assert million.stream(name, tokens=4_000).faults == []

@@ -16,6 +16,7 @@ def create(folders: list[Path], sentences: Sentences | None = None, open_to: str
     try:
         import uvicorn  # noqa: F401 - what runs the application; told here if it is missing
         from fastapi import Body, Depends, FastAPI, Query, Request
+        from fastapi.exceptions import RequestValidationError
         from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
     except ImportError:
         raise missing_extra("The explorer needs", "serve") from None
@@ -30,6 +31,13 @@ def create(folders: list[Path], sentences: Sentences | None = None, open_to: str
     @app.exception_handler(AttngapError)
     def mistake(request: Request, error: AttngapError) -> JSONResponse:
         return JSONResponse({"error": str(error)}, status_code=422)
+
+    @app.exception_handler(RequestValidationError)
+    def wrong_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        """In a line, without what came in: fastapi's own answer repeats it, and fails where it is no text."""
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:]) or "the request"
+        return JSONResponse({"error": f"{place}: {first['msg']}"}, status_code=422)
 
     @app.get("/", response_class=HTMLResponse)
     def index() -> str:

@@ -27,6 +27,8 @@ class Chat:
             if name not in self.talks or not 1 <= len(messages) <= MOST_MESSAGES:
                 known = ", ".join(self.talks)
                 raise AttngapError(f"A history has 1 to {MOST_MESSAGES} messages and is of one of: {known}")
+            if any(message.keys() != {"role", "content"} for message in messages):
+                raise AttngapError("A message has a role and a content")
         return self._stream({name: self.talks[name].reply(each, limit=tokens) for name, each in histories.items()})
 
     def _stream(self, replies: dict[str, Iterator[Step]]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism, mechanism_class
 
 DIM = 16
+SHARPEST, LARGEST_SEED = 1000, 2**32 - 1
 DATA = ("random", "needle", "repeat")
 
 
@@ -18,6 +19,8 @@ def answer(*, name: str, tokens: int, sharpness: float, data: str, seed: int) ->
     """Both weight matrices and how far apart their rows are, in total variation."""
     if not 2 <= tokens <= 128:
         raise AttngapError(f"tokens must be 2 to 128, got {tokens}")
+    if not (0 <= sharpness <= SHARPEST and 0 <= seed <= LARGEST_SEED):
+        raise AttngapError(f"sharpness must be 0 to {SHARPEST} and seed 0 to {LARGEST_SEED}")
     q, k = queries_and_keys(tokens, sharpness, data, seed)
     mixer = build(name, seed)
     exact, other = weights_of(build("softmax", seed), q, k, seed), weights_of(mixer, q, k, seed)
