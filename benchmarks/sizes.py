@@ -1,8 +1,9 @@
 """Sizes that people have: half precision against single, and seconds and memory against the number of parameters.
 
 python benchmarks/sizes.py dtype --context 512 --passages 2
-python benchmarks/sizes.py measure 135M diagnose >> sizes.jsonl    # and so on for each size and verb
+python benchmarks/sizes.py all sizes.jsonl --sizes 135M,360M,1.1B    # what the file lacks, in processes of their own
 python benchmarks/sizes.py table sizes.jsonl
+python benchmarks/sizes.py measure 1.1B diagnose --layers 6          # one part
 
 Models of `measure` are Llamas with random weights in float32, run in one thread, so that CPU seconds mean the same on a
 busy machine. Both verbs read 1,024 tokens at a time and do a stated part of what they do by default: see WORK.
@@ -10,17 +11,24 @@ busy machine. Both verbs read 1,024 tokens at a time and do a stated part of wha
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from scipy.stats import spearmanr
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attngap
+from attngap.conversion.options import ConversionOptions
+from attngap.costs.memory import LIBRARIES
+from attngap.diagnosis.options import DiagnosisOptions
 from attngap.heads.passages import language_reference
+from attngap.provenance import provenance
 
 # Of models that people have: SmolLM2 of two sizes, TinyLlama, Llama 3.2; the vocabulary is SmolLM2's for all of them.
 SIZES = {
@@ -39,9 +47,9 @@ LETTERS = 9000  # of text for `diagnose`: its calibration part has room for one 
 SAMPLE_SECONDS = 0.05
 
 
-def random_llama(size: str, layers: int | None = None) -> LlamaForCausalLM:
+def config_of(size: str, layers: int | None = None) -> LlamaConfig:
     s = SIZES[size]
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=49152,
         hidden_size=s["hidden"],
         intermediate_size=s["mlp"],
@@ -51,8 +59,11 @@ def random_llama(size: str, layers: int | None = None) -> LlamaForCausalLM:
         tie_word_embeddings=s["tied"],
         max_position_embeddings=8192,
     )
+
+
+def random_llama(size: str, layers: int | None = None) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config_of(size, layers)).eval()
 
 
 def measure(size: str, verb: str, layers: int | None = None) -> dict[str, float | str]:
@@ -86,7 +97,78 @@ def measure(size: str, verb: str, layers: int | None = None) -> dict[str, float 
         "gigabytes": round(most.memory / 1e9, 3),
         "layer_gigabytes": round(4 * layer / 1e9, 3),
         "disk_gigabytes": round(most.disk / 1e9, 3),
+        "commit": str(provenance().get("commit")),
     }
+
+
+def foretell(size: str, verb: str, layers: int | None = None) -> dict[str, float | str]:
+    """What `attngap.estimate` says of the same work, on this machine as it is now."""
+    torch.set_num_threads(1)
+    # The other verb is estimated as well, so it gets little to do.
+    work = {"diagnose": {"context": 64, "passages": 1, "ranks": (8,)}, "linearize": {"context": 64, "tokens": 256}}
+    work["linearize"] |= {"length": 64, "steps": 1, "joint": 1, "rounds": 1}
+    work[verb] = WORK[verb]
+    words = attngap.load("smollm2")[1]
+    tokens = len(words("\n\n".join(language_reference())[:LETTERS])["input_ids"]) if verb == "diagnose" else None
+    start = time.monotonic()
+    found = attngap.estimate(
+        config_of(size, layers),
+        diagnosis=DiagnosisOptions(**work["diagnose"]),
+        conversion=ConversionOptions(**work["linearize"]),
+        text_tokens=tokens,
+        anew=True,
+    )
+    cost = getattr(found, verb)
+    return {
+        "size": size,
+        "layers": found.layers,
+        "verb": f"estimate {verb}",
+        "parameters": found.parameters,
+        "seconds": round(cost.seconds, 1),
+        "gigabytes": round((cost.beyond - LIBRARIES) / 1e9, 3),  # which were loaded before measuring began
+        "calibration_seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def measure_all(file: Path, sizes: list[str]) -> None:
+    """Every part that the file lacks: first measured, then estimated, each in a process of its own."""
+    for size in sizes:
+        for verb in (*WORK, *(f"estimate {each}" for each in WORK)):
+            if any((row["size"], row["verb"]) == (size, verb) for row in _rows(file)):
+                continue
+            what = ["measure", size, verb] if verb in WORK else ["foretell", size, verb.split()[1]]
+            done = subprocess.run([sys.executable, __file__, *what], stdout=subprocess.PIPE, text=True, check=True)
+            with file.open("a") as rows:
+                rows.write(done.stdout.splitlines()[-1] + "\n")
+
+
+def _rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(file: Path) -> str:
+    """Measured beside estimated, and by which power of the number of parameters each grows."""
+    rows = {(row["size"], row["verb"]): row for row in _rows(file)}
+    lines = [
+        "| model | parameters | verb | seconds, measured | estimated | GB, measured | estimated | a layer's weights |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (size, verb), one in rows.items():
+        if verb not in WORK:
+            continue
+        other = rows.get((size, f"estimate {verb}"), {})
+        told = [f"{other[key]:{form}}" if other else "-" for key, form in (("seconds", ".0f"), ("gigabytes", ".2f"))]
+        lines.append(
+            f"| {size}, {one['layers']} layers | {one['parameters'] / 1e6:,.0f}M | {verb} | {one['seconds']:.0f} | "
+            f"{told[0]} | {one['gigabytes']:.2f} | {told[1]} | {one['layer_gigabytes']:.3f} |"
+        )
+    for verb in WORK:
+        own = [row for (_, each), row in rows.items() if each == verb]
+        if len(own) > 1:
+            x, *y = (np.log([row[key] for row in own]) for key in ("parameters", "seconds", "gigabytes"))
+            grows = [np.polyfit(x, each, 1)[0] for each in y]
+            lines.append(f"{verb}: seconds grow as parameters ** {grows[0]:.2f}, gigabytes as ** {grows[1]:.2f}")
+    return "\n".join(lines)
 
 
 def warm_up(tokenizer) -> None:
@@ -175,15 +257,25 @@ def main() -> None:
     half.add_argument("--dtype", default="bfloat16")
     half.add_argument("--context", type=int, default=512)
     half.add_argument("--passages", type=int, default=2)
-    one = verbs.add_parser("measure")
-    one.add_argument("size", choices=list(SIZES))
-    one.add_argument("verb_measured", choices=list(WORK), metavar="verb")
-    one.add_argument("--layers", type=int)
+    for name in ("measure", "foretell"):
+        one = verbs.add_parser(name)
+        one.add_argument("size", choices=list(SIZES))
+        one.add_argument("verb_measured", choices=list(WORK), metavar="verb")
+        one.add_argument("--layers", type=int)
+    every = verbs.add_parser("all")
+    every.add_argument("file", type=Path)
+    every.add_argument("--sizes", default="135M,360M,1.1B")
+    verbs.add_parser("table").add_argument("file", type=Path)
     chosen = parser.parse_args()
-    if chosen.verb == "measure":
-        print(json.dumps(measure(chosen.size, chosen.verb_measured, chosen.layers)))
-        return
-    print(json.dumps(compare_dtypes(chosen.context, chosen.passages, chosen.dtype, chosen.model), indent=1))
+    if chosen.verb in ("measure", "foretell"):
+        part = measure if chosen.verb == "measure" else foretell
+        print(json.dumps(part(chosen.size, chosen.verb_measured, chosen.layers)))
+    elif chosen.verb == "all":
+        measure_all(chosen.file, chosen.sizes.split(","))
+    elif chosen.verb == "table":
+        print(table(chosen.file))
+    else:
+        print(json.dumps(compare_dtypes(chosen.context, chosen.passages, chosen.dtype, chosen.model), indent=1))
 
 
 if __name__ == "__main__":

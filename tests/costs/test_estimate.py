@@ -21,7 +21,7 @@ CONFIG = zoo.DECODERS["llama"][1]
 LOOKED = DiagnosisOptions(context=64, passages=1, ranks=(4,), window=8)
 CHANGED = ConversionOptions(context=64, tokens=256, steps=2, joint=2, rounds=1, window=8)
 RATES = Rates(products=1e3, products_backward=5e2, bytes_read=1e4, hashed=1e6)
-PASSES = Passes(forward=100.0, backward=10.0, reads=3.0, head_forward=50.0, head_backward=5.0, head_reads=2.0)
+PASSES = Passes(forward=1000.0, backward=10.0, reads=3.0, head_forward=50.0, head_backward=5.0, head_reads=2.0)
 STAGES = {"diagnose": {"statistics": 0.25, "replacements": 0.75}, "linearize": {"fitting layers": 0.5, "choosing": 0.5}}
 
 
@@ -55,7 +55,7 @@ def run(**options):
 def test_seconds_are_key_heads_and_products_and_what_is_done_once(known):
     shape, found = shape_of(CONFIG), run()
     layer, head = shape.layer_parameters, shape.head_parameters
-    products = 2 * (100 * 2 * layer + 50 * head) / 1e3 + 2 * (10 * 2 * layer + 5 * head) / 5e2
+    products = 2 * (1000 * 2 * layer + 50 * head) / 1e3 + 2 * (10 * 2 * layer + 5 * head) / 5e2
     products += 4 * (3 * 2 * layer + 2 * head) / 1e4
     groups = 2 * shape.kv_heads
     once = 7.0 + products
@@ -68,7 +68,13 @@ def test_seconds_are_key_heads_and_products_and_what_is_done_once(known):
 def test_workers_share_what_jobs_share_and_nothing_else(known):
     one, four = run(), run(workers=4)
     groups = 2 * CONFIG.num_key_value_heads
-    assert one.diagnose.seconds == four.diagnose.seconds  # a diagnosis runs on one machine
+    shape = shape_of(CONFIG)
+    assert four.diagnose.stages["statistics"] == pytest.approx(one.diagnose.stages["statistics"] / 2)  # two passages
+    assert four.diagnose.stages["replacements"] == pytest.approx(one.diagnose.stages["replacements"] / 4)
+    # The model runs here over three passages of 64 tokens, to hand its layers out.
+    walked, hashed = 2 * 3 * 64 * 2 * shape.layer_parameters / 1e3, 2 * shape.parameters / 1e6
+    whole, shared = (each.diagnose.stages["the model"] - hashed - walked for each in (one, four))
+    assert shared == pytest.approx(whole / 2)
     assert one.linearize.seconds - four.linearize.seconds == pytest.approx(0.5 * 0.5 * groups * 3 / 4)
     with pytest.raises(AttngapError, match="workers must be at least 1, got 0"):
         run(workers=0)

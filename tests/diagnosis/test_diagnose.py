@@ -8,10 +8,12 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from attngap.conversion.linearize import linearize
 from attngap.diagnosis import stages
 from attngap.diagnosis.diagnose import _stress, diagnose, headline_rank
 from attngap.diagnosis.linear import with_mixing
 from attngap.diagnosis.result import Diagnosis
+from attngap.diagnosis.run import Shape
 from attngap.errors import AttngapError
 from attngap.heads.inputs import layer_inputs
 from attngap.mechanisms.catalogue import mechanism
@@ -228,7 +230,7 @@ def test_a_plan_by_groups_keeps_whole_key_heads(found):
 
 
 def test_the_headline_rank_is_next_to_the_head_dimension(found):
-    shape = stages.Shape(1, 4, 2, 64, 0, True, True, 0, (None,))
+    shape = Shape(1, 4, 2, 64, 0, True, True, 0, (None,))
     assert headline_rank((8, 16, 64, 128), shape) == 64
     assert headline_rank((8, 100), shape) == 100
 
@@ -319,6 +321,23 @@ def test_a_converted_model_shows_its_linear_heads_as_they_are():
     assert abs(linear[0].far - before.heads[0].far) > 1e-3
     assert any("7 heads are linear already" in note for note in result.notes)
     assert result.plan(1.0).keep == ((0, 1),)
+
+
+def test_what_linearize_made_of_a_model_with_rotary_positions_is_diagnosed():
+    """Its features read keys that are turned back, for which a head's weights need the angles."""
+    options = {"context": 64, "tokens": 256, "steps": 2, "joint": 0, "rounds": 1, "window": 8, "keep": 0.5}
+    model, _ = linearize(zoo.tiny(), zoo.tokenizer(), None, TEXT, measured=False, granularity="head", **options)
+    found = diagnose(model, zoo.tokenizer(), TEXT, **OPTIONS)
+    linear = {(head.layer, head.head) for head in found.heads if head.verdict == "linear"}
+    assert len(linear) == 4
+    call = []
+    with torch.no_grad(), capture(model, call.append):
+        model(zoo.tokens(1, 24))
+    mixing, one = call[1].module.attngap.mechanism, call[1]
+    exact = mixing.weights(mixing.read(None, one.q, one.k, one.v, rotary=one.rotary))[0]
+    weights = with_mixing(next(layer_inputs(one)), one).weights()
+    for head in one.linear:
+        torch.testing.assert_close(weights[head], exact[head], atol=1e-5, rtol=1e-4)
 
 
 def test_statistics_of_linear_heads_are_of_their_mechanisms_weights():

@@ -41,6 +41,9 @@ def diagnose(
     dtype: Dtype = DTYPE,
     device: Device = DEVICE,
     max_memory: MaxMemory = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Look at passages and layers on a Ray cluster: host:port, auto or local.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result in the folder.")] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load weights that can run code.")] = False,
     trust_remote_code: Annotated[
@@ -73,10 +76,13 @@ def diagnose(
     check_output(output, "diagnosis.json", "diagnosis", overwrite=overwrite)
     from attngap.costs.room import check_room
     from attngap.diagnosis.diagnose import diagnose as run
+    from attngap.diagnosis.tasks import check_sendable
     from attngap.heads.passages import read
     from attngap.models.load import load
 
     where = placed(dtype, device, max_memory)
+    if ray is not None:  # before minutes of loading
+        check_sendable(where["device"], on_disk=max_memory is not None)
     check_room(model, options, **where)
     documents = read(text) if text else None
     loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, **where)
@@ -88,6 +94,7 @@ def diagnose(
         directory=output,
         overwrite=overwrite,
         name=model,
+        ray=ray,
         quiet=False,
     )
     if as_json:

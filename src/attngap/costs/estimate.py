@@ -9,21 +9,22 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from transformers import PretrainedConfig
 
+from attngap.conversion.fitting import ON_RAY
 from attngap.conversion.options import ConversionOptions
 from attngap.costs import view
 from attngap.costs.gain import Gain, gains
 from attngap.costs.machine import Rates, measure_rates, remembered
-from attngap.costs.memory import Space, conversion_space, diagnosis_space
+from attngap.costs.memory import MORE, Space, conversion_space, diagnosis_space
 from attngap.costs.rehearsal import Passes, Rehearsal, rehearse_conversion, rehearse_diagnosis, text_of
 from attngap.costs.shape import ModelShape, shape_of
-from attngap.diagnosis.options import DiagnosisOptions
+from attngap.diagnosis.joint import RECALL_PASSAGES, TEXT_PASSAGES
+from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.errors import AttngapError
 from attngap.models.placement import check_products, memory_of, parse_device, parse_dtype
 from attngap.options import KEEP
 from attngap.provenance import provenance
 
-# Stages whose jobs go to the workers of a cluster; the others run where the command was given.
-SHARED: dict[str, tuple[str, ...]] = {"diagnose": (), "linearize": ("fitting layers",)}
+MODEL = "the model"  # the stage that is none: products of the model's own, in all of them
 HASHED = {"diagnose": 2, "linearize": 12}  # bytes hashed for each weight: two a fingerprint, four a hash
 CONTEXTS = (4096, 32768, 131072)  # at which the gain is told
 
@@ -108,7 +109,11 @@ def estimate(
     rates, rehearsals = _calibrated(shape, looked, changed, where, text_tokens, anew)
     size = number.itemsize
     spaces = {"diagnose": diagnosis_space(shape, looked, size), "linearize": conversion_space(shape, changed, size)}
-    costs = {verb: _cost(verb, shape, each, rates, spaces[verb], size, workers) for verb, each in rehearsals.items()}
+    shares = {"diagnose": _diagnosis_shares(shape, looked, rates), "linearize": {"fitting layers": (ON_RAY, 0.0)}}
+    costs = {
+        verb: _cost(verb, shape, each, rates, spaces[verb], size, workers, shares[verb])
+        for verb, each in rehearsals.items()
+    }
     return Estimate(
         model=shape.name,
         parameters=shape.parameters,
@@ -178,12 +183,38 @@ def _calibrated(
     return Rates(**found), rehearsals
 
 
-def _cost(verb: str, shape: ModelShape, found: Rehearsal, rates: Rates, space: Space, size: int, workers: int) -> Cost:
+Shares = dict[str, tuple[int, float]]
+
+
+def _diagnosis_shares(shape: ModelShape, options: DiagnosisOptions, rates: Rates) -> Shares:
+    """How many jobs a stage gives to a cluster, and the seconds of it that stay where the command was given.
+
+    Layers become jobs as the model, which runs here, comes to them.
+    """
+    passages, length = options.passages, min(options.context, MAX_TOKENS)
+    walked = 2 * (passages + 2) * length * shape.layers * shape.layer_parameters / rates.products
+    jobs = {"statistics": passages + 1, "floors and fits": shape.layers, "damage": passages + 1 + MORE}
+    jobs["replacements"] = TEXT_PASSAGES + RECALL_PASSAGES
+    return {name: (count, 0.0) for name, count in jobs.items()} | {MODEL: (passages + 1, walked)}
+
+
+def _cost(
+    verb: str,
+    shape: ModelShape,
+    found: Rehearsal,
+    rates: Rates,
+    space: Space,
+    size: int,
+    workers: int,
+    shares: Shares,
+) -> Cost:
     groups = shape.kv_heads * (shape.layers if verb == "diagnose" else shape.replaceable)
-    heads = groups * found.key_head
-    rest = found.once + _products(shape, found.passes, rates, size) + HASHED[verb] * shape.parameters / rates.hashed
-    stages = {name: share * heads for name, share in found.stages.items()}
-    stages = {name: x / workers if name in SHARED[verb] else x for name, x in stages.items()} | {"the model": rest}
+    stages = {name: share * groups * found.key_head for name, share in found.stages.items()}
+    stages[MODEL] = found.once + _products(shape, found.passes, rates, size)
+    for name, (jobs, here) in shares.items():
+        here = min(here, stages.get(name, 0.0))
+        stages[name] = here + (stages.get(name, 0.0) - here) / min(workers, jobs)
+    stages[MODEL] += HASHED[verb] * shape.parameters / rates.hashed
     weights = shape.parameters * size
     return Cost(
         seconds=sum(stages.values()),

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attngap.diagnosis.result import Head, Read
-from attngap.diagnosis.stages import STRESS, DiagnosisRun
+from attngap.diagnosis.run import STRESS, DiagnosisRun
 from attngap.diagnosis.survey import summary
 from attngap.heads.damage import score
 

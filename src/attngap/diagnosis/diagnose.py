@@ -14,20 +14,17 @@ from attngap.diagnosis import assemble
 from attngap.diagnosis.joint import RECALL_PASSAGES, TEXT_PASSAGES, can_measure, measure_together, measure_worst
 from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
 from attngap.diagnosis.result import RESULT, Diagnosis
-from attngap.diagnosis.stages import (
-    DiagnosisRun,
-    Shape,
-    estimate_damage,
-    shape_of,
-    take_floors_and_fits,
-    take_statistics,
-)
+from attngap.diagnosis.run import DiagnosisRun, Shape, shape_of
+from attngap.diagnosis.stages import estimate_damage, take_floors_and_fits, take_statistics
+from attngap.diagnosis.tasks import check_sendable
 from attngap.diagnosis.verdicts import set_verdicts
 from attngap.diagnosis.verify import verify as measure_damage
+from attngap.engine.cluster import Cluster
 from attngap.errors import AttngapError
 from attngap.heads.passages import PERIOD, check_tokenizer, longest, stress
 from attngap.heads.passages import passages as cut
 from attngap.models.mode import in_evaluation
+from attngap.models.placement import device_of, has_weights_elsewhere
 from attngap.models.plan import ModelFacts, architecture, fingerprint
 from attngap.options import KEEP
 from attngap.provenance import provenance
@@ -51,6 +48,7 @@ def diagnose(
     directory: str | Path | None = None,
     overwrite: bool = False,
     name: str | None = None,
+    ray: str | None = None,
     quiet: bool | None = None,
     **changes: Any,
 ) -> Diagnosis:
@@ -59,7 +57,8 @@ def diagnose(
     Options of `DiagnosisOptions` are given by name, such as `context=2048`, or as `options`. `quick` takes statistics
     only, and no `ranks` leave out floors and ceilings. Floors, ceilings, fits and damage look at the first 1024 tokens
     of each passage. `verify` replaces that many heads for real, on held-out passages. With a `directory` the result is
-    saved there and a killed run, started again with the same arguments, goes on where it stopped.
+    saved there and a killed run, started again with the same arguments, goes on where it stopped. With `ray`, the
+    address of a cluster, passages and layers are looked at there, by one thread each, and the result is the same.
 
     >>> found = attngap.diagnose(model, tokenizer, quick=True)  # doctest: +SKIP
     """
@@ -69,6 +68,8 @@ def diagnose(
         check_output(folder, RESULT, "diagnosis", overwrite=overwrite)
     check_tokenizer(model, tokenizer)
     _check_context(model, options.context)
+    if ray is not None:
+        check_sendable(device_of(model), on_disk=has_weights_elsewhere(model))
     context, seed = options.context, options.seed
     calibration = cut(tokenizer, text, context=context, count=options.passages, seed=seed)
     held_out = _held_out(tokenizer, text, context, seed) if options.verify else None
@@ -85,7 +86,8 @@ def diagnose(
         kv_heads=shape.kv_heads,
     )
     key = options.but(verify=0).record() | {"model": facts.fingerprint, "tokens": _digest(calibration, stress)}
-    with open_checkpoint(None if folder is None else folder / PIECES, key) as checkpoint:
+    pieces = None if folder is None else folder / PIECES
+    with open_checkpoint(pieces, key) as checkpoint, _cluster(ray) as cluster:
         run = DiagnosisRun(
             model=model,
             shape=shape,
@@ -99,6 +101,7 @@ def diagnose(
             fit_repeats=_fit_repeats(tokenizer, min(context, MAX_TOKENS), seed),
             checkpoint=checkpoint,
             quiet=quiet,
+            cluster=cluster,
         )
         seconds = _run_stages(run)
         result = _assemble(run, tokenizer, facts, seconds)
@@ -109,6 +112,10 @@ def diagnose(
             with publish(folder, RESULT) as draft:
                 result.save(draft)
     return result
+
+
+def _cluster(ray: str | None) -> contextlib.AbstractContextManager[Cluster | None]:
+    return contextlib.nullcontext() if ray is None else Cluster(ray)
 
 
 def _digest(*tokens: Tensor) -> str:

@@ -14,10 +14,11 @@ from torch import Tensor
 from attngap.diagnosis.prediction import Joint
 from attngap.diagnosis.replaced import divergence, predictions, replaced_predictions, replacement_losses
 from attngap.diagnosis.result import Diagnosis, Head
-from attngap.diagnosis.stages import DiagnosisRun
+from attngap.diagnosis.run import DiagnosisRun
+from attngap.diagnosis.tasks import Task, performing
 from attngap.heads.forward import forward, predicts_next
 from attngap.options import GRANULARITY
-from attngap.progress import progress
+from attngap.progress import Advance, progress
 
 # Heads whose damage on recall is measured. Nearly all of it is theirs, and there second order says half of the truth: a
 # prediction that was certain has no curvature until it is lost.
@@ -25,6 +26,7 @@ WORST = 10
 SHARES = (0.0, 0.05, 0.15, 0.4)  # kept when many heads are replaced at once; what lies between follows a power law
 TEXT_PASSAGES = 4  # each share is measured on two of them, for passages differ more than shares do
 RECALL_PASSAGES = 2
+Job = tuple[Any, int, Tensor, list[int]]  # a kind of passage, its number, the passage, which shares
 
 
 def can_measure(run: DiagnosisRun, heads: Iterable[Head]) -> bool:
@@ -63,24 +65,35 @@ def measure_together(run: DiagnosisRun, result: Diagnosis) -> list[Joint]:
     kept = [set(result.plan(share, GRANULARITY).keep) for share in SHARES]
     lost = [[head for head in able if (head.layer, head.head) not in each] for each in kept]
     every = list(range(len(SHARES)))
-    jobs: list[tuple[Any, int, Tensor, list[int]]] = [
-        ("text", place, tokens, _turns(len(run.fresh), place)) for place, tokens in enumerate(run.fresh)
-    ]
+    jobs: list[Job] = [("text", place, tokens, _turns(len(run.fresh), place)) for place, tokens in enumerate(run.fresh)]
     jobs += [("recall", place, tokens, every) for place, tokens in enumerate(run.fresh_stress)]
-    total = sum(len(numbers) for *_, numbers in jobs)
+    _measure_missing(run, jobs, lost)
     found = []
-    with progress("replacing many heads at once", total, quiet=run.quiet) as advance:
-        for kind, place, tokens, numbers in jobs:
-            names = {number: f"joint-{kind}-{place}-{number}" for number in numbers}
-            for number, name in names.items():
-                if not run.checkpoint.has(name):
-                    _measure(run, tokens, names, lost, run.period if kind == "recall" else None)
-                measured = {key: float(value) for key, value in run.checkpoint.require(name).items()}
-                damage = sum((h.damage if kind == "text" else h.recall_damage) or 0.0 for h in lost[number])
-                left = len(able) - len(lost[number])
-                found.append(Joint(kind=kind, passage=place, kept=left, damage=damage, **measured))
-                advance(note=f"{SHARES[number]:.0%} kept, {kind}")
+    for kind, place, _, numbers in jobs:
+        for number in numbers:
+            measured = {key: float(x) for key, x in run.checkpoint.require(_name(kind, place, number)).items()}
+            damage = sum((h.damage if kind == "text" else h.recall_damage) or 0.0 for h in lost[number])
+            left = len(able) - len(lost[number])
+            found.append(Joint(kind=kind, passage=place, kept=left, damage=damage, **measured))
     return found
+
+
+def _measure_missing(run: DiagnosisRun, jobs: list[Job], lost: list[list[Head]]) -> None:
+    with (
+        progress("replacing many heads at once", sum(len(each[-1]) for each in jobs), quiet=run.quiet) as advance,
+        performing(run, advance) as perform,
+    ):
+        for kind, place, tokens, numbers in jobs:
+            names = {_name(kind, place, number): lost[number] for number in numbers}
+            todo = {name: heads for name, heads in names.items() if not run.checkpoint.has(name)}
+            advance(len(names) - len(todo))
+            if todo:
+                note, period = f"{kind}, passage {place}", run.period if kind == "recall" else None
+                perform(Task(_measure, (tokens, todo, period), note=note, steps=len(todo), fits=True))
+
+
+def _name(kind: str, place: int, number: int) -> str:
+    return f"joint-{kind}-{place}-{number}"
 
 
 def _turns(passages: int, place: int) -> list[int]:
@@ -90,17 +103,17 @@ def _turns(passages: int, place: int) -> list[int]:
 
 @torch.no_grad()
 def _measure(
-    run: DiagnosisRun, tokens: Int[Tensor, "1 t"], names: dict[int, str], lost: list[list[Head]], period: int | None
+    run: DiagnosisRun, tokens: Int[Tensor, "1 t"], lost: dict[str, list[Head]], period: int | None, advance: Advance
 ) -> None:
-    """All shares on one passage, so that the untouched model reads it once."""
+    """The heads of several pieces replaced on one passage, so that the untouched model reads it once."""
     before = predictions(forward(run.model, tokens))
-    for number, name in names.items():
-        if not run.checkpoint.has(name):
-            heads: dict[int, list[int]] = {}
-            for head in lost[number]:
-                heads.setdefault(head.layer, []).append(head.head)
-            after = replaced_predictions(run, tokens, heads)
-            run.checkpoint.put(name, compare(before, after, tokens, period))
+    for name, each in lost.items():
+        heads: dict[int, list[int]] = {}
+        for head in each:
+            heads.setdefault(head.layer, []).append(head.head)
+        after = replaced_predictions(run, tokens, heads)
+        run.checkpoint.put(name, compare(before, after, tokens, period))
+        advance(note=f"{len(each)} heads replaced")
 
 
 def compare(before: Tensor, after: Tensor, tokens: Int[Tensor, "1 t"], period: int | None = None) -> dict[str, Tensor]:

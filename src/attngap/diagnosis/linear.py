@@ -19,8 +19,9 @@ def with_mixing(inputs: LayerInputs, call: Call, row: int = 0) -> LayerInputs:
         return inputs
     replaced: Any = call.module.get_submodule(CONVERTED)
     streams = (x[row : row + 1] for x in (call.q, call.k, call.v))
+    turned = None if call.rotary is None else tuple(x[min(row, len(x) - 1)][None] for x in call.rotary)
     with torch.no_grad():
-        weights: Tensor = replaced.mechanism.weights(replaced.mechanism.read(None, *streams))
+        weights: Tensor = replaced.mechanism.weights(replaced.mechanism.read(None, *streams, rotary=turned))
     share = weights[0, list(call.linear)].float().abs()
     share = share / share.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
     return dataclasses.replace(inputs, mixing=share.log().clamp(min=FORBIDDEN))

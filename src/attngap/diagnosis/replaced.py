@@ -9,13 +9,16 @@ from torch import Tensor
 
 from attngap.diagnosis.replay import Replay
 from attngap.diagnosis.result import Head
-from attngap.diagnosis.stages import DiagnosisRun, load_fit
+from attngap.diagnosis.run import DiagnosisRun
+from attngap.diagnosis.stages import load_fit
+from attngap.diagnosis.tasks import Task, performing
 from attngap.heads.forward import embedding, forward
 from attngap.heads.inputs import layer_inputs
 from attngap.heads.replacement import output
 from attngap.models.capture import Call, capture
 
 ROWS = 128  # whose divergence is summed at once
+HEADS = 4  # replaced by one job on a cluster, which runs the untouched model once for all of them
 
 
 def predictions(result) -> Tensor:
@@ -34,25 +37,31 @@ def replaced_predictions(
         return predictions(forward(run.model, tokens))
 
 
-@torch.no_grad()
 def replacement_losses(
     run: DiagnosisRun, name: str, tokens: Int[Tensor, "1 t"], heads: Sequence[Head], advance: Callable[..., None]
 ) -> list[float]:
     """What replacing each head alone costs on a passage; what a killed run measured as `name` is not measured again."""
-    replay = before = None
-    found = []
+    missing = [head for head in heads if not run.checkpoint.has(f"{name}-{head.id}")]
+    advance(len(heads) - len(missing))
+    size = len(missing) if run.cluster is None else HEADS
+    with performing(run, advance) as perform:
+        for start in range(0, len(missing), max(1, size)):
+            part = missing[start : start + size]
+            note = f"heads {', '.join(head.id for head in part)}"
+            perform(Task(_replace_each, (name, tokens, part), note=note, steps=len(part), fits=True))
+    return [float(run.checkpoint.require(f"{name}-{head.id}")["loss"]) for head in heads]
+
+
+@torch.no_grad()
+def _replace_each(
+    run: DiagnosisRun, name: str, tokens: Int[Tensor, "1 t"], heads: Sequence[Head], advance: Callable[..., None]
+) -> None:
+    replay = Replay(run.model, tokens)
+    before = predictions(replay.record(lambda: forward(run.model, tokens)))
     for head in heads:
-        piece = run.checkpoint.get(f"{name}-{head.id}")
-        if piece is None:
-            if replay is None or before is None:
-                replay = Replay(run.model, tokens)
-                before = predictions(replay.record(lambda: forward(run.model, tokens)))
-            after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
-            piece = {"loss": divergence(before, after)}
-            run.checkpoint.put(f"{name}-{head.id}", piece)
-        found.append(float(piece["loss"]))
+        after = replaced_predictions(run, tokens, {head.layer: [head.head]}, replay)
+        run.checkpoint.put(f"{name}-{head.id}", {"loss": divergence(before, after)})
         advance(note=f"head {head.id}")
-    return found
 
 
 def _replace(run: DiagnosisRun, heads: Mapping[int, Sequence[int]], skipped: int) -> Callable[[Call], Tensor | None]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attngap.diagnosis.replaced import replacement_losses
 from attngap.diagnosis.result import Head, Verification
-from attngap.diagnosis.stages import STRESS, DiagnosisRun
+from attngap.diagnosis.run import STRESS, DiagnosisRun
 from attngap.errors import AttngapError
 from attngap.progress import progress
 

@@ -1,12 +1,14 @@
 """The same jobs on a Ray cluster."""
 
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attngap.engine.outcome import Outcome, attempt
+from attngap.engine.parcel import Parcel, pack, unpack, unpack_once
 from attngap.errors import AttngapError, missing_extra
 
 ANSWER_SECONDS = 5.0
@@ -23,42 +25,80 @@ def run_cluster(
     Ray repeats a job whose worker or node died, up to `retries` times; a cluster without any worker left is an error
     after a while. attngap must be installed on every node.
     """
-    ray = _connect(address)
-    try:
-        remote = ray.remote(num_cpus=1, max_retries=retries)(attempt)
-        waiting = list(enumerate(jobs))[::-1]
-        running: dict[Any, int] = {}
+    with Cluster(address, retries=retries) as cluster:
+        for index, job in enumerate(jobs):
+            while cluster.full():
+                yield cluster.next(also=len(jobs) - index)
+            cluster.submit(index, function, job)
+        while cluster.running:
+            yield cluster.next()
+
+
+class Cluster:
+    """A connection to a Ray cluster that jobs are handed to one at a time; it ends with the `with` block."""
+
+    def __init__(self, address: str, *, retries: int = 2):
+        self.address, self.retries = address, retries
+        self.running: dict[Any, int] = {}  # the number of each job that is out
+        self._shared: dict[str, Any] = {}
+        self._ray = _connect(address)
+        self._perform = self._ray.remote(num_cpus=1, max_retries=retries)(_perform)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._ray.shutdown()
+
+    def share(self, name: str, make: Callable[[], Any]) -> Any:
+        """Send what many jobs need, once for each name; what is returned stands for it in `submit`.
+
+        On each machine all workers read the same copy, which they must not write to.
+        """
+        if name not in self._shared:
+            self._shared[name] = self._ray.put(pack(make()))
+        return self._shared[name]
+
+    def submit(self, index: int, function: Callable[..., Any], job: Any, *shared: Any) -> None:
+        """Hand out `function(*shared, job)`."""
+        self.running[self._perform.remote(function, index, pack(job), *shared)] = index
+
+    def full(self) -> bool:
+        """Whether every CPU has enough to do: more jobs would only take memory."""
+        return len(self.running) >= AHEAD * max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def next(self, also: int = 0) -> Outcome:
+        """Wait for the next outcome; `also` counts the jobs that were not handed out yet, for what an error says."""
         idle = 0.0  # seconds without a node that takes jobs
-        while waiting or running:
-            room = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-            while waiting and len(running) < room:
-                index, job = waiting.pop()
-                running[remote.remote(function, index, job)] = index
-            ready, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_SECONDS)
-            idle = 0.0 if ready or _has_workers(ray) else idle + LOOK_SECONDS
+        while True:
+            ready, _ = self._ray.wait(list(self.running), num_returns=1, timeout=LOOK_SECONDS)
+            if ready:
+                return self._collect(ready[0])
+            idle = 0.0 if _has_workers(self._ray) else idle + LOOK_SECONDS
             if idle >= LOST_SECONDS:
                 raise AttngapError(
-                    f"The Ray cluster at {address!r} has lost all its workers; {len(running) + len(waiting)} jobs are "
-                    "not done. What is done is kept: start workers (ray start --address) and run the same command again"
+                    f"The Ray cluster at {self.address!r} has lost all its workers; {len(self.running) + also} jobs "
+                    "are not done. What is done is kept: start workers (ray start --address) and run the same command "
+                    "again"
                 )
-            for reference in ready:
-                index = running.pop(reference)
-                yield _collect(ray, reference, index, retries)
-    finally:
-        ray.shutdown()
+
+    def _collect(self, reference: Any) -> Outcome:
+        index = self.running.pop(reference)
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            first = str(error).strip().splitlines()[0]
+            return Outcome(index, error=f"its worker died: {first}", attempts=self.retries + 1)
+
+
+def _perform(function: Callable[..., Any], index: int, job: Parcel, *shared: Parcel) -> Outcome:
+    """On a worker."""
+    return attempt(functools.partial(function, *map(unpack_once, shared)), index, unpack(job))
 
 
 def _has_workers(ray: Any) -> bool:
     """Whether any node is left that takes jobs; without one Ray would wait for ever."""
     return any(node["Alive"] and node["Resources"].get("CPU") for node in ray.nodes())
-
-
-def _collect(ray: Any, reference: Any, index: int, retries: int) -> Outcome:
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayError as error:
-        first = str(error).strip().splitlines()[0]
-        return Outcome(index, error=f"its worker died: {first}", attempts=retries + 1)
 
 
 def _connect(address: str) -> Any:

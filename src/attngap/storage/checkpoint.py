@@ -17,6 +17,7 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.storage.files import write_atomically
 from attngap.storage.lock import locked
+from attngap.storage.pieces import Pieces
 
 PIECES = ".attngap-work"  # in a folder of results: a name that a person would not give
 MARKER, LOCK, SUFFIX = "made-by-attngap.txt", "lock", ".piece"
@@ -24,8 +25,8 @@ NOTICE = "Finished pieces of an attngap run. The same command goes on from them 
 DIGITS = 4  # bytes of the checksum that a piece begins with
 
 
-class Checkpoint:
-    """Pieces of one run by name, each a few tensors; a piece of another key (model, text, options) never matches."""
+class Checkpoint(Pieces):
+    """Pieces of one run in a folder; a piece of another key (model, text, options) never matches."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any]):
         self.folder = folder
@@ -49,19 +50,10 @@ class Checkpoint:
         self._whole.add(name)
         return load(data[DIGITS:])
 
-    def require(self, name: str) -> dict[str, Tensor]:
-        """A piece that an earlier stage of this run has left."""
-        found = self.get(name)
-        if found is None:
-            raise AttngapError(f"The piece '{self._path(name)}' is gone. Run the same command again")
-        return found
-
     def has(self, name: str) -> bool:
-        """Whether the piece is there and whole."""
         return name in self._whole or self.get(name) is not None
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Leave a piece, whole or not at all."""
         try:
             data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         except SafetensorError as error:
@@ -70,6 +62,9 @@ class Checkpoint:
         # Not flushed to the disk itself: a piece that a power failure has cut short is found out and computed again.
         write_atomically(self._path(name), lambda path: path.write_bytes(packed), lasting=False)
         self._whole.add(name)
+
+    def place(self, name: str) -> str:
+        return str(self._path(name))
 
     def clear(self) -> None:
         """Remove the pieces, the last one last, and the folder if nothing else is in it."""
