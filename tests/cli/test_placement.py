@@ -46,6 +46,47 @@ def test_what_is_not_there_is_told_before_work_starts(place, tmp_path, verb, opt
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "words", [["run", "copy", "-m", "elu"], ["run", "copy", "--model", "{model}"], ["sweep", "{sweep}"]]
+)
+def test_a_probe_on_a_device_that_is_not_there(place, tmp_path, words):
+    sweep = tmp_path / "sweep.toml"
+    sweep.write_text('name = "s"\n[[grid]]\ntasks = ["copy"]\nmechanisms = ["elu"]\n')
+    places = {"model": place / "model", "sweep": sweep}
+    words = ["probe", *(word.format(**places) for word in words), "--db", str(tmp_path / "runs.db")]
+    for more, line in {
+        ("--device", "cuda:99"): "No device 'cuda:99'",
+        ("--device", "tpu"): "No device 'tpu'. Allowed: cpu, cuda, cuda:1, mps, auto",
+    }.items():
+        done = RUNNER.invoke(app, [*words, *more])
+        assert isinstance(done.exception, AttngapError)
+        assert str(done.exception).startswith(line)
+        assert "\n" not in str(done.exception)
+    assert not (tmp_path / "runs.db").exists()
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "probe"])
+def test_a_cluster_and_a_device_are_not_for_one_run(place, tmp_path, monkeypatch, verb):
+    from attngap.models import placement
+    from attngap.probes import runs
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(placement, "parse_device", lambda _name: gpu)  # as if there were one
+    monkeypatch.setattr(runs, "parse_device", lambda _name: gpu)
+    out, db = str(tmp_path / "out"), str(tmp_path / "runs.db")
+    model = str(place / "model")
+    words = {"diagnose": ["diagnose", model, "-o", out], "probe": ["probe", "run", "copy", "-m", "elu", "--db", db]}
+    done = RUNNER.invoke(app, [*words[verb], "--device", "cuda", "--ray", "auto"])
+    assert isinstance(done.exception, AttngapError)
+    assert str(done.exception).startswith("Workers of a cluster compute on their CPUs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cluster_is_sent_all_weights(place, tmp_path):
+    done = RUNNER.invoke(app, [*verbs(place, tmp_path / "out")["diagnose"], "--max-memory", "1MB", "--ray", "auto"])
+    assert str(done.exception).endswith("--max-memory leaves some on disk. Leave out one of them")
+
+
 def test_half_precision_from_diagnosis_to_text(place, tmp_path):
     model, text = str(place / "model"), str(place / "text.txt")
     half, small = ["--dtype", "bfloat16"], ["--text", text, "--context", "48"]

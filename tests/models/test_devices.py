@@ -17,6 +17,9 @@ from attngap.heads.forward import forward
 from attngap.models.mixed import mixed_heads
 from attngap.models.stream import Conversation
 from attngap.models.swap import empty_cache
+from attngap.probes import runs, train
+from attngap.probes.spec import make_spec
+from attngap.storage.runs import Runs
 from tests.conversion.small import TEXT
 from tests.pretended import ELSEWHERE, Elsewhere, MixedDevices, SecondDevice, here, move
 from tests.zoo import tiny, tokenizer
@@ -94,6 +97,48 @@ def test_a_conversion_happens_where_the_model_is(name, slices, monkeypatch):
     assert [part.keep.tolist() for part in mixed_heads(plain).values()] == [
         part.keep.tolist() for part in mixed_heads(converted).values()
     ]
+
+
+MECHANISMS = ("softmax", "elu", "gla", "gated-delta", "kda", "hybrid", "retention", "mala")
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("task", ["mqar", "icl-regression"])
+def test_a_probe_is_trained_on_the_device(task, mechanism, monkeypatch, tmp_path):
+    """Weights are drawn on the CPU, so that every device starts from the same; nothing else stays there."""
+    trained_on = []
+
+    def spied(model, *args, **options):
+        trained_on.append({type(x) for x in (*model.parameters(), *model.buffers())})
+        return train.train(model, *args, **options)
+
+    def run():
+        loop = {"steps": 4, "batch": 4, "test": 8, "validation": 8, "evaluate_every": 2}
+        sizes = {"width": 16, "heads": 2, "positions": "rotary"}
+        specs = [make_spec(task, mechanism, train=loop, model=sizes)]
+        with Runs(tmp_path / f"{len(trained_on)}.db") as stored:
+            (done,) = runs.run_all(specs, stored, sweep="s", device="mps", checkpoints=tmp_path / "checkpoints")
+            assert done.error is None, done.error
+            (record,) = stored.records()
+        return record
+
+    monkeypatch.setattr(runs, "train", spied)
+    monkeypatch.setattr(runs, "device_named", lambda _name: torch.device("cpu"))
+    plain = run()
+    monkeypatch.setattr(runs, "device_named", lambda _name: ELSEWHERE)
+    with SecondDevice():
+        found = run()
+    assert trained_on[0] <= {torch.nn.Parameter, torch.Tensor}
+    assert all(issubclass(kind, Elsewhere) for kind in trained_on[1])
+    assert found.provenance["device"] == "mps"
+    assert found.result["loss"] == pytest.approx(plain.result["loss"], rel=1e-3)
+    assert found.result["score"] == pytest.approx(plain.result["score"], rel=1e-3)
+
+
+def test_a_model_is_asked_on_its_device():
+    with SecondDevice():
+        found = attngap.probe("copy", move(tiny()), tokenizer=tokenizer(), sequences=4)
+    assert found.score == attngap.probe("copy", tiny(), tokenizer=tokenizer(), sequences=4).score
 
 
 def test_conversations_and_the_explorer_speak_to_the_device():

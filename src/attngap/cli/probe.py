@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from attngap.cli import complete
+from attngap.cli.placement import DEVICE, Device
 
 probe = typer.Typer(no_args_is_help=True, help="Where does a mechanism fall short, on small models?")
 
@@ -87,6 +88,7 @@ def run(
     db: Db = DB,
     workers: Workers = 1,
     threads: Threads = 1,
+    device: Device = DEVICE,
     ray: Ray = None,
     checkpoints: Checkpoints = None,
     as_json: AsJson = False,
@@ -102,7 +104,7 @@ def run(
     """
     changes = _settings(options or [])
     if model is not None:
-        _ask_model(task, model, changes.get("task"), as_json)
+        _ask_model(task, model, changes.get("task"), device, as_json)
         return
     grid: dict[str, Any] = {"tasks": [task], "mechanisms": [m.strip() for m in mechanism.split(",")], "seeds": seeds}
     if learning_rates is not None:
@@ -111,7 +113,7 @@ def run(
         grid["state"] = state
     from attngap.probes.sweep import expand
 
-    where = {"workers": workers, "threads": threads, "ray": ray, "checkpoints": checkpoints}
+    where = {"workers": workers, "threads": threads, "device": device, "ray": ray, "checkpoints": checkpoints}
     _run_and_show(f"run {task}", expand({**grid, **changes}), db, where, as_json)
 
 
@@ -121,6 +123,7 @@ def sweep(
     db: Db = DB,
     workers: Workers = 1,
     threads: Threads = 1,
+    device: Device = DEVICE,
     ray: Ray = None,
     checkpoints: Checkpoints = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the runs and stop.")] = False,
@@ -159,7 +162,7 @@ def sweep(
             else f"{name}: {left} of {len(specs)} runs to do"
         )
         return
-    where = {"workers": workers, "threads": threads, "ray": ray, "checkpoints": checkpoints}
+    where = {"workers": workers, "threads": threads, "device": device, "ray": ray, "checkpoints": checkpoints}
     _run_and_show(name, specs, db, where, as_json)
 
 
@@ -212,11 +215,12 @@ def results(
 
 
 def _run_and_show(name: str, specs: list[Any], db: Path, where: dict[str, Any], as_json: bool) -> None:
-    from attngap.probes.runs import check, run_all
+    from attngap.probes.runs import check, check_device, run_all
     from attngap.probes.summary import summarize
     from attngap.progress import progress
     from attngap.storage.runs import Runs
 
+    check_device(where["device"], where["ray"])
     check(specs)
     failed = []
     with Runs(db) as runs:
@@ -256,13 +260,13 @@ def _missing(db: Path, specs: list[Any]) -> int:
         return len(runs.missing(specs))
 
 
-def _ask_model(task: str, model: str, task_options: dict[str, Any] | None, as_json: bool) -> None:
+def _ask_model(task: str, model: str, task_options: dict[str, Any] | None, device: str, as_json: bool) -> None:
     from attngap.models.load import load
     from attngap.probes.tasks.catalogue import task as make_task
     from attngap.probes.zero_shot import zero_shot
 
     chosen = make_task(task, **(task_options or {}))
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, device=device)
     found = zero_shot(network, chosen, tokenizer=tokenizer)
     record = {
         "task": task,

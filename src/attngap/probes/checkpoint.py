@@ -34,6 +34,7 @@ def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, 
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     saved = {"progress": json.dumps(dataclasses.asdict(progress))}
     saved["checksum"] = _checksum(tensors, saved["progress"])
     write_atomically(path, lambda draft: save_file(tensors, draft, metadata=saved))

@@ -14,7 +14,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.probes.model import Decoder, ModelOptions, replicate
 from attngap.probes.presets import preset
-from attngap.probes.runs import finished, in_threads, run_all, scores_and_sizes
+from attngap.probes.runs import device_named, finished, in_threads, run_all, scores_and_sizes
 from attngap.probes.spec import make_spec
 from attngap.probes.summary import Summary, summarize
 from attngap.probes.tasks.base import Task
@@ -71,6 +71,7 @@ def probe(
     db: str | Path | None = None,
     workers: int = 1,
     threads: int = 1,
+    device: str | torch.device = "cpu",
     ray: str | None = None,
 ) -> Result:
     """Train small models with `mechanism` on `task`, or put the task to a Hugging Face model as it is.
@@ -79,7 +80,8 @@ def probe(
     `Mechanism` (copied for every layer), a function of (heads, dim, value_dim) that makes one, or a Hugging Face causal
     model, for which `tokenizer` and `sequences` count and nothing is trained. Sizes are the task's CPU preset, changed
     by `task_options`, `model` and `train`. With `db` finished runs are stored and found again. `workers` runs go side
-    by side, of `threads` each; only wide models gain from more than one.
+    by side, of `threads` each; only wide models gain from more than one. `device` is where they are trained; a Hugging
+    Face model is asked where it is.
 
     >>> quick = {"steps": 2, "batch": 4, "test": 8, "validation": 8}
     >>> probe("copy", "elu", train=quick).metric
@@ -107,12 +109,12 @@ def probe(
     if not specs:
         raise AttngapError("probe needs at least one seed and one learning rate")
     if isinstance(mechanism, str):
-        return _result(_stored(specs, db, workers=workers, threads=threads, ray=ray))
+        return _result(_stored(specs, db, workers=workers, threads=threads, device=str(device), ray=ray))
     if db is not None or ray is not None or state is not None:
         raise AttngapError(
             "db, ray and state need a mechanism by name; register yours in the entry-point group attngap.mechanisms"
         )
-    return _result([_train_object(spec, mechanism, threads) for spec in specs])
+    return _result([_train_object(spec, mechanism, threads, str(device)) for spec in specs])
 
 
 def _stored(specs: list[dict[str, Any]], db: str | Path | None, **where: Any) -> list[Record]:
@@ -122,17 +124,17 @@ def _stored(specs: list[dict[str, Any]], db: str | Path | None, **where: Any) ->
         return finished(specs, runs)
 
 
-def _train_object(spec: dict[str, Any], mechanism: Any, threads: int) -> Record:
+def _train_object(spec: dict[str, Any], mechanism: Any, threads: int, device: str) -> Record:
     """The same run with somebody's own object: its numbers cannot be named by a hash, so they are not stored."""
     task = make_task(spec["task"], **spec["task_options"])
     options = TrainOptions(**spec["train"])
     make = replicate(mechanism) if isinstance(mechanism, Mechanism) else _factory(mechanism)
     with in_threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec["seed"])
-        decoder = Decoder(task, [make], ModelOptions(**spec["model"]))
+        decoder = Decoder(task, [make], ModelOptions(**spec["model"])).to(device_named(device))
         trained = train(decoder, task, options, learning_rate=spec["learning_rate"], seed=spec["seed"])
     spec = {**spec, "mechanism": decoder.mixers[0].mechanism.name}
-    facts = provenance(seed=spec["seed"], threads=threads)
+    facts = provenance(seed=spec["seed"], threads=threads, device=device)
     return Record(spec_key(spec), spec, scores_and_sizes(task, decoder, trained), facts, finished="")
 
 

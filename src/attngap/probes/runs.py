@@ -11,6 +11,7 @@ import torch
 
 from attngap import engine
 from attngap.errors import AttngapError
+from attngap.models.placement import parse_device
 from attngap.probes.model import Decoder
 from attngap.probes.spec import Spec, build
 from attngap.probes.tasks.base import Task
@@ -28,6 +29,7 @@ class ProbeJob:
     spec: Spec
     checkpoints: str | None = None
     threads: int = 1
+    device: str = "cpu"  # which decides no number but by rounding, so that no spec names it
 
 
 def execute(job: ProbeJob, report: Report | None = None) -> dict[str, Any]:
@@ -36,10 +38,22 @@ def execute(job: ProbeJob, report: Report | None = None) -> dict[str, Any]:
     with in_threads(job.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec["seed"])
         task, model, options = build(spec)
+        model.to(device_named(job.device))  # made on the CPU, so that weights are the same everywhere
         file = Path(job.checkpoints) / f"{spec_key(spec)}.safetensors" if job.checkpoints else None
         rate, seed = spec["learning_rate"], spec["seed"]
         trained = train(model, task, options, learning_rate=rate, seed=seed, checkpoints=file, report=report)
-    return {"result": scores_and_sizes(task, model, trained), "provenance": provenance(seed=seed, threads=job.threads)}
+    facts = provenance(seed=seed, threads=job.threads, device=job.device)
+    return {"result": scores_and_sizes(task, model, trained), "provenance": facts}
+
+
+def device_named(name: str) -> torch.device:
+    return parse_device(name) or torch.device("cpu")
+
+
+def check_device(name: str, ray: str | None) -> None:
+    """Refuse a device that is not there, and one that workers of a cluster would not share fairly."""
+    if device_named(name).type != "cpu" and ray is not None:
+        raise AttngapError(f"Workers of a cluster compute on their CPUs, not on {name}. Leave out --device or --ray")
 
 
 @contextlib.contextmanager
@@ -101,6 +115,7 @@ def run_all(
     sweep: str,
     workers: int = 1,
     threads: int = 1,
+    device: str = "cpu",
     ray: str | None = None,
     checkpoints: Path | None = None,
     retries: int = 2,
@@ -108,18 +123,19 @@ def run_all(
 ) -> Iterator[Done]:
     """Compute the runs the database lacks and store each as it finishes. Ends early only by Ctrl-C or close.
 
-    `workers` runs at a time, of `threads` each. The presets are so small that a second thread gains little, and another
-    run makes better use of a core.
+    `workers` runs at a time, of `threads` each, on `device`. The presets are so small that a second thread gains
+    little, and another run makes better use of a core.
 
     `watch` is called after every step of a run in this process, that is with one worker.
     """
+    check_device(device, ray)
     check(specs)
     if checkpoints is not None:
         checkpoints.mkdir(parents=True, exist_ok=True)
     runs.announce(sweep, specs)
     missing = [dict(spec) for spec in runs.missing(specs)]
     _drop_checkpoints(checkpoints, [spec for spec in specs if spec not in missing])  # a kill may have come in between
-    jobs = [ProbeJob(spec, str(checkpoints) if checkpoints else None, threads) for spec in missing]
+    jobs = [ProbeJob(spec, str(checkpoints) if checkpoints else None, threads, device) for spec in missing]
     function: Callable[[ProbeJob], dict[str, Any]] = execute
     if watch is not None and workers == 1 and ray is None:
         function = functools.partial(_watched, watch)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attngap.errors import AttngapError, unknown
+from attngap.models.placement import check_products
 from attngap.probes import checkpoint
 from attngap.probes.model import Decoder
 from attngap.probes.tasks.base import Batch, Task, stream
@@ -80,7 +81,8 @@ def train(
     checkpoints: Path | None = None,
     report: Report | None = None,
 ) -> Trained:
-    """Train `model` in place. With `checkpoints` (a file) it is saved at every evaluation and picked up from there.
+    """Train `model` in place, on the device it is on. With `checkpoints` (a file) it is saved at every evaluation and
+    picked up from there.
 
     Step s always sees the same sequences, so a resumed run equals one that was never stopped.
     """
@@ -91,7 +93,10 @@ class Trainer:
     """One run: the optimizer, the data of the current block, and how far it is."""
 
     def __init__(self, model: Decoder, task: Task, options: TrainOptions, learning_rate: float, seed: int):
-        if options.dtype == "bfloat16" and not bfloat16_works():
+        self.device = next(model.parameters()).device
+        if options.dtype == "bfloat16" and self.device.type != "cpu":
+            check_products(torch.bfloat16, str(self.device))
+        elif options.dtype == "bfloat16" and not bfloat16_works():
             raise AttngapError(
                 "train: products in bfloat16 crash this machine's torch. Use dtype float32, or set the environment "
                 "variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before Python starts"
@@ -131,9 +136,9 @@ class Trainer:
         """One update; returns its loss, not finite when the numbers have run away."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * self.options.rate(step)
-        batch = self.batch(step)
+        batch = self.batch(step).to(self.device)
         try:
-            with _precision(self.options):
+            with _precision(self.options, self.device):
                 loss = loss_of(self.task, self.model(batch.inputs, batch.where), batch)
         except AttngapError:
             if step == 0:
@@ -188,20 +193,20 @@ def loss_of(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: Decoder, task: Task, batch: Batch, options: TrainOptions) -> float:
-    """The task's score on `batch`, in pieces of the training batch."""
-    scores = []
+    """The task's score on `batch`, in pieces of the training batch. Graded on the CPU, in double precision."""
+    scores, device = [], next(model.parameters()).device
     for start in range(0, len(batch), options.batch):
         piece = batch[start : start + options.batch]
-        with _precision(options):
-            outputs = model(piece.inputs, piece.where)
-        scores.append(task.grade(outputs.float(), piece) * len(piece))
+        with _precision(options, device):
+            outputs = model(piece.inputs.to(device), piece.where.to(device))
+        scores.append(task.grade(outputs.float().cpu(), piece) * len(piece))
     return sum(scores) / len(batch)
 
 
-def _precision(options: TrainOptions) -> contextlib.AbstractContextManager[Any]:
+def _precision(options: TrainOptions, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if options.dtype == "float32":
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @functools.cache

@@ -27,6 +27,9 @@ class Batch:
     def __getitem__(self, rows: slice) -> "Batch":
         return Batch(self.inputs[rows], self.where[rows], self.targets[rows])
 
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.inputs.to(device), self.where.to(device), self.targets.to(device))
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
