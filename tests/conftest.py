@@ -110,3 +110,17 @@ def visit(chromium):
     yield open_page
     for each in visits:
         each.context.close()
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    """A real Ray cluster on this machine: a head that takes no jobs and two worker nodes of one CPU each."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install attngap[ray]")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else workers wait for everything else on a busy machine
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster.workers = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()

@@ -11,34 +11,22 @@ ray = pytest.importorskip("ray", reason="ray is not installed: pip install attng
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
-@pytest.fixture
-def cluster():
-    """A real cluster on this machine: a head that takes no jobs and two worker nodes of one CPU each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    cluster.workers = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    cluster.wait_for_nodes()
-    yield cluster
-    cluster.shutdown()
-
-
 @pytest.mark.slow  # starting Ray's processes takes half a minute
-def test_jobs_errors_and_a_killed_node(cluster, tmp_path):
+def test_jobs_errors_and_a_killed_node(two_nodes, tmp_path):
     """One cluster for three questions, since starting it takes most of the time."""
-    outcomes = {outcome.index: outcome for outcome in run(square, [3, -1, 4], ray=cluster.address)}
+    outcomes = {outcome.index: outcome for outcome in run(square, [3, -1, 4], ray=two_nodes.address)}
     assert (outcomes[0].value, outcomes[2].value) == (9, 16)
     assert "ValueError: negative: -1" in outcomes[1].error
 
-    died = list(run(die_once, [(str(tmp_path), x) for x in range(5)], ray=cluster.address))
+    died = list(run(die_once, [(str(tmp_path), x) for x in range(5)], ray=two_nodes.address))
     assert sorted(outcome.value for outcome in died) == list(range(5))
     assert (tmp_path / "died-3").exists()
 
     folder = tmp_path / "slow"
     folder.mkdir()
-    stream = run(slow, [(str(folder), x, 2.0) for x in range(6)], ray=cluster.address)
+    stream = run(slow, [(str(folder), x, 2.0) for x in range(6)], ray=two_nodes.address)
     values = [next(stream).value]
-    cluster.remove_node(cluster.workers[0], allow_graceful=False)
+    two_nodes.remove_node(two_nodes.workers[0], allow_graceful=False)
     values += [outcome.value for outcome in stream]
     assert sorted(values) == list(range(6))
 
