@@ -13,6 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from attngap import mechanism
 from attngap.mechanisms.contracts import make_case
+from attngap.ops import hybrid_attention
 
 SINGLE = {"rtol": 2e-5, "atol": 2e-5}  # the oracles below compute in float32
 HEADS, DIM, VALUE_DIM, LENGTH = 4, 8, 6, 64
@@ -90,6 +91,33 @@ def test_linear_is_fla():
         *swap(streams.q, streams.k, streams.v), normalize=True
     )
     torch.testing.assert_close(out, swap(expected)[0], **SINGLE)
+
+
+@pytest.mark.parametrize("cut", [0, 23])
+def test_far_part_of_a_hybrid_is_fla_linear_attention_of_late_keys(cut):
+    """Keys enter when they leave the window, sinks never, and a column of ones beside the values sums the far mass."""
+    window, sinks, heads, length, width = 5, 2, 4, 48, 6
+    q, k, v = (torch.randn(2, heads, length, 8) for _ in range(3))
+    fq, fk = (torch.rand(2, heads, length, width) for _ in range(2))
+    whole, _ = hybrid_attention(q, k, v, fq, fk, window=window, sinks=sinks)
+
+    place = torch.arange(length)
+    near = (place[:, None] >= place) & ((place[:, None] - place < window) | (place < sinks))
+    weights = (q @ k.mT * 8**-0.5).exp() * near
+    ones = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+    late = F.pad(fk * (place >= sinks)[:, None], (0, 0, window, 0))[:, :, :length]
+    values = F.pad(ones, (0, 0, window, 0))[:, :, :length]
+    far, state = [], None
+    for part in (slice(0, cut), slice(cut, length)):  # a state of theirs goes on where ours would
+        found, state = naive("linear_attn").naive_recurrent_linear_attn(
+            *swap(fq[:, :, part], late[:, :, part], values[:, :, part]),
+            scale=1.0,
+            initial_state=state,
+            output_final_state=True,
+        )
+        far.append(swap(found)[0])
+    total = weights @ ones + torch.cat(far, 2)
+    torch.testing.assert_close(whole, total[..., :-1] / total[..., -1:], **SINGLE)
 
 
 def test_retention_is_fla():

@@ -14,7 +14,11 @@ from attngap.conversion import slices as slices_module
 from attngap.conversion.evaluate import Measures
 from attngap.explorer.sentence import Sentences
 from attngap.heads.forward import forward
+from attngap.heads.inputs import layer_inputs
+from attngap.heads.replacement import build_replacement
+from attngap.models.capture import capture
 from attngap.models.mixed import mixed_heads
+from attngap.models.plan import Replacement
 from attngap.models.stream import Conversation
 from attngap.models.swap import empty_cache
 from attngap.probes import runs, train
@@ -97,6 +101,22 @@ def test_a_conversion_happens_where_the_model_is(name, slices, monkeypatch):
     assert [part.keep.tolist() for part in mixed_heads(plain).values()] == [
         part.keep.tolist() for part in mixed_heads(converted).values()
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_layer_reads_is_where_the_model_is_even_without_numbers(dtype):
+    """On the meta device, with shapes only; a converted model stops there in transformers, which looks at positions."""
+    model = tiny().to("meta", dtype)
+    seen = []
+    with torch.no_grad(), capture(model, seen.append):
+        logits = model(torch.ones(1, 40, dtype=torch.long, device="meta")).logits
+    assert (logits.device.type, logits.dtype) == ("meta", dtype)
+    for call in seen:
+        (one,) = layer_inputs(call)
+        parts, made = (call.q, call.k, call.v, call.output), build_replacement(one, Replacement(window=8, sinks=2))[0]
+        assert {(x.device.type, x.dtype) for x in parts} == {("meta", torch.float32)}
+        assert {x.device.type for x in (*made.parameters(), *made.buffers())} == {"meta"}
+    assert len(seen) == 2
 
 
 MECHANISMS = ("softmax", "elu", "gla", "gated-delta", "kda", "hybrid", "retention", "mala")
