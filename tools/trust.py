@@ -70,6 +70,9 @@ def run(part: str) -> Outcome:
                 pool = None
             except Exception as error:
                 found = Outcome(faults=[f"{unit}: {type(error).__name__}: {error}"]).plain()
+            if found["faults"] and pool is not None:  # what was stopped in the middle may have left anything behind
+                stop(pool)
+                pool = None
             seconds = round(time.monotonic() - start, 2)
             row = {"unit": unit, "source": source, "commit": commit(), "seconds": seconds, **found}
             with path.open("a") as file:

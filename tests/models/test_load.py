@@ -13,6 +13,7 @@ from attngap.models import load as module
 from attngap.models.gguf import cache_folder
 from attngap.models.load import load
 from tests import zoo
+from tests.trust.damage import SECONDS, in_time
 
 
 @pytest.fixture
@@ -144,6 +145,29 @@ def test_a_checkpoint_that_lacks_or_has_other_weights_is_refused(tmp_path):
         zoo.tokenizer().save_pretrained(tmp_path / folder)
         with pytest.raises(AttngapError, match=message):
             load(tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "weights"),
+    [
+        ("llama", {"num_hidden_layers": 10**9}, True),
+        ("llama", {"num_hidden_layers": 1e308}, True),
+        ("qwen3", {"num_hidden_layers": 10**9}, True),  # its config lists the kind of each layer
+        ("gpt2", {"n_layer": 10**7}, True),
+        ("t5", {"num_decoder_layers": 10**7}, True),
+        ("llama", {"num_hidden_layers": 10**9}, False),
+    ],
+)
+def test_more_layers_than_there_are_weights_are_refused_before_they_are_built(tmp_path, family, changes, weights):
+    zoo.tiny(family).save_pretrained(tmp_path)
+    zoo.tokenizer().save_pretrained(tmp_path)
+    if not weights:
+        (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (name,) = changes
+    with in_time(SECONDS), pytest.raises(AttngapError, match=rf"says {name} 1.*(its weights are|no model has more)"):
+        load(tmp_path) if weights else module.load_config(tmp_path)
 
 
 def test_models_that_read_no_text_are_refused_in_a_line(tmp_path):

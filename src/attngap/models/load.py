@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.models.auto import modeling_auto
 
 from attngap.errors import AttngapError, missing_extra, pip_install
+from attngap.models.depth import check_depth
 from attngap.models.gguf import plain_folder
 from attngap.models.placement import check_products, parse_device, parse_dtype, parse_size
 
@@ -140,6 +141,7 @@ def load_model(
 
         return load_converted_model(path, dtype=dtype, **options)
     _check_folder(path, allow_pickle)
+    check_depth(path)
     return _load_pretrained(str(path), name, options, chosen, allow_pickle)
 
 
@@ -159,6 +161,8 @@ def load_config(model: str | os.PathLike[str], **options: Any) -> PretrainedConf
         return load_config(base_source(path, read_record(path)), **options)
     elif not (path / "config.json").is_file():
         raise AttngapError(f"No model in folder '{path}': it has no config.json. A model is {FORMS}")
+    else:
+        check_depth(path)
     try:
         with _quiet():
             return AutoConfig.from_pretrained(str(path) if path.is_dir() else name, **options)
@@ -377,6 +381,7 @@ def _load_gguf(path: Path, name: str, options: dict[str, Any], dtype: torch.dtyp
     if not path.is_file():
         raise AttngapError(f"No file '{path}'. A model is {FORMS}")
     with _quiet(), plain_folder(path) as folder:
+        check_depth(folder)
         return _load_pretrained(str(folder), name, options, dtype, allow_pickle=False)
 
 
