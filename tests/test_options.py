@@ -45,8 +45,9 @@ def test_options_cannot_be_changed_and_changes_are_checked():
 
 
 def test_diagnosis_plan_and_conversion_share_their_defaults():
-    near = {(kind.default("window"), kind.default("sinks")) for kind in (DiagnosisOptions, ConversionOptions)}
-    assert near == {(Replacement().window, Replacement().sinks)} == {(256, 4)}
+    assert DiagnosisOptions.default("window") == Replacement().window == 256  # a plan carries its diagnosis' window
+    assert ConversionOptions.default("window") == 512
+    assert {kind.default("sinks") for kind in (DiagnosisOptions, ConversionOptions)} == {Replacement().sinks} == {4}
     assert ConversionOptions.default("granularity") == Plan.model_fields["granularity"].default == "group"
 
 

@@ -192,7 +192,7 @@ def test_the_harness_is_asked_for_by_name_when_missing(place, monkeypatch):
 def test_without_any_choice_a_tenth_of_the_heads_is_kept_by_the_common_defaults(place, tmp_path):
     found = run(place, "linearize", place / "base", "-o", tmp_path / "new", "--no-measure", "--json")
     receipt = json.loads(found.stdout)
-    assert [receipt["options"][name] for name in ("keep", "window", "sinks", "granularity")] == [0.1, 256, 4, "group"]
+    assert [receipt["options"][name] for name in ("keep", "window", "sinks", "granularity")] == [0.1, 512, 4, "group"]
     assert receipt["quality"] == {}
     assert "Not measured yet" in (tmp_path / "new" / "README.md").read_text()
 

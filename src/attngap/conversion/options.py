@@ -5,7 +5,11 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from attngap.errors import AttngapError
-from attngap.options import GRANULARITY, KEEP, SINKS, WINDOW, Granularity, Options
+from attngap.options import GRANULARITY, KEEP, SINKS, Granularity, Options
+
+# Twice that of a diagnosis, whose passages of 1,024 tokens would not show what lies farther back: on other kinds of
+# text it took off about half of the divergence, for some 6% of the original's cache at 4,096 tokens (docs/results.md).
+CONVERTED_WINDOW = 512
 
 
 class ConversionOptions(Options):
@@ -22,7 +26,7 @@ class ConversionOptions(Options):
     mechanism: Annotated[
         str, Field(description="Feature map of what lies far; with a window of 0 any mechanism, on its own.")
     ] = "prototype"
-    window: Annotated[int, Field(ge=0, description="Last keys kept exact.")] = WINDOW
+    window: Annotated[int, Field(ge=0, description="Last keys kept exact.")] = CONVERTED_WINDOW
     sinks: Annotated[int, Field(ge=0, description="First keys kept exact.")] = SINKS
     context: Annotated[int, Field(ge=16, description="Tokens per short passage.")] = 1024
     tokens: Annotated[int, Field(description="Calibration tokens in short passages.")] = 12288
