@@ -115,6 +115,7 @@ def test_text_and_recall_stand_side_by_side_wherever_damage_does(tmp_path):
     (table,) = [block for block in heads.blocks if isinstance(block, Table)]
     for columns in (panel.fields, table.columns):
         assert {"damage", "recall_damage", "recall_unavoidable", "stress_floor"} <= {one.key for one in columns}
+    assert re.findall(r"On (text|recall) the worst", damage.lead) == ["text", "recall"]
     (split,) = [block for block in damage.blocks if isinstance(block, Panels)]
     assert [one.title for one in split.charts] == ["On text", "On recall"]
     reasons = {row["id"]: row["words"] for row in head_rows(result) if row["verdict"] == "keep"}
