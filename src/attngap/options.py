@@ -13,8 +13,8 @@ from attngap.errors import AttngapError, unknown
 Granularity = Literal["group", "head"]
 Chosen = TypeVar("Chosen", bound="Options")
 
-# One set of defaults for diagnosis, plan and conversion (measured in docs/results.md); without a plan a conversion has a
-# wider window of its own.
+# One set of defaults for diagnosis, plan and conversion (measured in docs/results.md); without a plan a conversion has
+# a wider window of its own.
 # Exact keys nearby bought more quality for their memory than features did: at 16k tokens 256 of them and their
 # features are 3.6% of a head's cache.
 WINDOW = 256
