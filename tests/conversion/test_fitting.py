@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from attngap.conversion.fitting import fit_all
+from attngap.engine import cluster
 from attngap.errors import AttngapError
 from attngap.heads.replacement import build_replacement
 from attngap.mechanisms.fit import FitOptions
 from attngap.models.shapes import layer_shapes
 from attngap.storage.checkpoint import open_checkpoint
 from tests.conversion.small import plan
+from tests.engine.pretended_ray import PretendedRay
 from tests.zoo import tiny
 
 
@@ -45,6 +47,13 @@ def test_layers_fitted_side_by_side_are_as_if_each_was_alone(threads):
 def test_an_address_without_a_cluster_is_said():
     with pytest.raises(AttngapError, match="Ray address 'nonsense' is not host:port"):
         fitted(ray="nonsense")
+
+
+def test_layers_fitted_as_jobs_are_the_same(threads, monkeypatch):
+    threads(1)
+    monkeypatch.setattr(cluster, "_connect", lambda _address: PretendedRay())
+    for one, other in zip(fitted(), fitted(ray="pretended"), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.slow  # starting Ray's processes takes half a minute

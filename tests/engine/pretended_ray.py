@@ -4,10 +4,12 @@ As with Ray, what is shared lies in memory that cannot be written to.
 """
 
 import pickle
+import zlib
 from typing import Any
 
 import cloudpickle
 import numpy as np
+import torch
 
 
 class PretendedRay:
@@ -30,7 +32,11 @@ class PretendedRay:
             def perform(*args: Any) -> Reference:
                 self.performed += 1
                 args = tuple(x if isinstance(x, Reference) else Reference(x) for x in args)
-                return Reference(function(*(x.get() for x in args)))
+                before = [x.checksum() for x in args]
+                with torch.enable_grad():  # as in a process of its own
+                    outcome = function(*(x.get() for x in args))
+                assert before == [x.checksum() for x in args], "what is lent was written to"
+                return Reference(outcome)
 
             return type("Handle", (), {"remote": staticmethod(perform)})
 
@@ -60,6 +66,9 @@ class Reference:
     @property
     def nbytes(self) -> int:
         return len(self.pickled) + sum(map(len, self.buffers))
+
+    def checksum(self) -> list[int]:
+        return [zlib.crc32(each) for each in self.buffers]
 
     def get(self) -> Any:
         return pickle.loads(self.pickled, buffers=[np.frombuffer(each, np.uint8) for each in self.buffers])

@@ -40,12 +40,21 @@ def test_nothing_is_copied_and_tied_weights_stay_tied():
     weights = model.get_input_embeddings().weight
     parcel = pack(model)
     assert any(np.shares_memory(array, weights.detach().numpy()) for array in parcel.arrays)
-    found = unpack(parcel)
+    found = unpack(parcel, lent=True)
     assert found.get_input_embeddings().weight is found.get_output_embeddings().weight
     assert found.get_input_embeddings().weight.data_ptr() == weights.data_ptr()
     tokens = torch.arange(1, 20)[None]
     assert torch.equal(found(tokens).logits, model(tokens).logits)
     assert len(parcel.pickled) < 0.5 * sum(x.nbytes for x in parcel.arrays)
+
+
+def test_what_is_not_lent_may_be_written_to():
+    """A job's own mechanism is fitted in place, and a cluster's memory is not writable."""
+    x = torch.zeros(3)
+    parcel = pack(x)
+    unpack(parcel).add_(1.0)
+    assert torch.equal(x, torch.zeros(3))
+    assert torch.equal(unpack(parcel), torch.zeros(3))
 
 
 def test_a_parcel_is_opened_once_in_a_process():

@@ -211,9 +211,10 @@ def _cost(
     groups = shape.kv_heads * (shape.layers if verb == "diagnose" else shape.replaceable)
     stages = {name: share * groups * found.key_head for name, share in found.stages.items()}
     stages[MODEL] = found.once + _products(shape, found.passes, rates, size)
-    for name, (jobs, here) in shares.items():
-        here = min(here, stages.get(name, 0.0))
-        stages[name] = here + (stages.get(name, 0.0) - here) / min(workers, jobs)
+    for name in stages.keys() & shares.keys():
+        jobs, here = shares[name]
+        here = min(here, stages[name])
+        stages[name] = here + (stages[name] - here) / min(workers, jobs)
     stages[MODEL] += HASHED[verb] * shape.parameters / rates.hashed
     weights = shape.parameters * size
     return Cost(

@@ -70,9 +70,9 @@ class _Packer(CloudPickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, parcel: Parcel):
+    def __init__(self, parcel: Parcel, lent: bool):
         super().__init__(io.BytesIO(parcel.pickled))
-        self.arrays = parcel.arrays
+        self.arrays, self.lent = parcel.arrays, lent
         self.made: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: _Layout) -> Tensor:
@@ -80,6 +80,7 @@ class _Unpacker(pickle.Unpickler):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that lent memory is not writable: nobody here writes to it
                 flat = torch.from_numpy(self.arrays[pid.place])
+            flat = flat if self.lent else flat.clone()
             found = flat.view(pid.dtype).view(pid.shape).permute(pid.order)
             self.made[pid.place] = found.requires_grad_(pid.requires_grad)
         return self.made[pid.place]
@@ -97,16 +98,16 @@ def pack(value: Any) -> Parcel:
     return Parcel(uuid.uuid4().hex, file.getvalue(), packer.arrays)
 
 
-def unpack(parcel: Parcel) -> Any:
-    """The object again, on the CPU; its tensors are the parcel's arrays.
+def unpack(parcel: Parcel, *, lent: bool = False) -> Any:
+    """The object again, on the CPU. Its tensors are its own, or, if `lent`, the parcel's arrays, not to be written to.
 
     >>> unpack(pack({"x": torch.arange(3)}))
     {'x': tensor([0, 1, 2])}
     """
-    return _Unpacker(parcel).load()
+    return _Unpacker(parcel, lent).load()
 
 
 @functools.lru_cache(OPEN)
 def unpack_once(parcel: Parcel) -> Any:
-    """The same object for every copy of a parcel that this process meets."""
-    return unpack(parcel)
+    """The same object for every copy of a parcel that this process meets; its tensors are lent."""
+    return unpack(parcel, lent=True)
