@@ -20,8 +20,8 @@ def main() -> None:
         asked.append(number)
         raise KeyboardInterrupt
 
-    # Threads that wait for each other sleep after some 0.1 ms instead of 2: on a busy machine others have their core.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # Threads that wait for each other sleep after some 0.01 ms instead of 2: on a busy machine others have their core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         signal.signal(signal.SIGINT, stop)
         from attngap.cli.app import app  # inside: Ctrl-C while it loads is no traceback either
