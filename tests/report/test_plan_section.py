@@ -69,6 +69,14 @@ def test_what_a_conversion_came_to_stands_in_the_picture(content, tmp_path, rati
     assert dot == [{"kept": 6, "value": quality["converted"]["perplexity_ratio"]}]
 
 
+def test_a_conversion_with_another_window_is_not_what_the_plan_spoke_of(content, tmp_path):
+    made_up.receipt(tmp_path / "converted", kept=6, options={"window": 128, "sinks": 4, "context": 1024})
+    panels, _ = blocks(tmp_path)
+    assert "That is with a window of 64 keys: the conversion here has 128, and is not drawn." in panels.caption
+    assert not any(shape == "diamond" for shape, _ in panels.key)
+    assert "lies" not in panels.caption
+
+
 def test_heads_that_cannot_be_replaced_are_not_counted(content):
     """The curve begins below all heads where some must stay: the plan stands at what it keeps beyond those."""
     content["curve"] = [point for point in content["curve"] if point["kept"] <= 20]

@@ -92,13 +92,17 @@ def _predicted(plan: Result, receipt: Result | None, number: int) -> list[Block]
     content = plan.content
     most = max(point["kept"] for point in content["curve"])
     here = chosen_point(content)
-    measured = _measured(receipt, content, most)
+    exact = content["replacement"]["window"]
+    other = None if receipt is None else receipt.content["options"].get("window")
+    measured = _measured(receipt, content, most) if other == exact else {}
     caption = f"{said(here, most)} The flatter the line, the less a further head saves."
     key = list(KEY)
     if measured and receipt:
         length = receipt.content["options"]["context"]
         key.append(("diamond", f"measured after converting, {length:,} tokens"))
         caption += f" {_held(measured, content)}"
+    elif other is not None and other != exact:
+        caption += f" That is with a window of {exact} keys: the conversion here has {other}, and is not drawn."
     caption += " Predicted from a few joint replacements with the quick fits of the diagnosis, at its own length."
     drawn = charts_of(content, f"plan-{number}", measured)
     title = "What another share would cost, predicted"
