@@ -27,6 +27,7 @@ def test_a_receipt_of_a_model_that_was_not_measured(pair):
     assert WINDOW in receipt.quality
     assert {place.split("@")[0] for place in receipt.quality[CONVERTED].needle_by_place} == {"48", "96"}
     assert [speed.context for speed in receipt.speed[CONVERTED]] == [64]
+    assert "passages of 96 tokens" in receipt._repr_html_()
 
 
 def test_another_original_is_refused(pair):

@@ -90,7 +90,8 @@ def evaluate(
     receipt = unmeasured_receipt(conversion)
     made = provenance(seed=chosen.seed, model=receipt.model)
     figures = measure(original, converted, tokenizer, None, chosen, context=max(lengths))
-    return receipt.model_copy(update={"provenance": made}).with_figures(figures)
+    options = receipt.options | {"context": max(lengths)}  # of the passages that were read here
+    return receipt.model_copy(update={"provenance": made, "options": options}).with_figures(figures)
 
 
 def measure(
