@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers as tf
 from typer.testing import CliRunner
 
 from attngap.cli.app import app
@@ -41,3 +42,10 @@ def test_a_folder_without_a_config(tmp_path):
     done = RUNNER.invoke(app, ["estimate", str(tmp_path)])
     assert isinstance(done.exception, AttngapError)
     assert "it has no config.json" in str(done.exception)
+
+
+def test_a_model_that_reads_images_is_not_sent_to_a_diagnosis(tmp_path):
+    tf.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
+    done = RUNNER.invoke(app, ["estimate", str(tmp_path)])
+    assert isinstance(done.exception, AttngapError)
+    assert str(done.exception).startswith("ViTForImageClassification reads pixel_values. Only models that read text")

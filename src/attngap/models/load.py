@@ -165,9 +165,11 @@ def load_config(model: str | os.PathLike[str], **options: Any) -> PretrainedConf
         check_depth(path)
     try:
         with _quiet():
-            return AutoConfig.from_pretrained(str(path) if path.is_dir() else name, **options)
+            config = AutoConfig.from_pretrained(str(path) if path.is_dir() else name, **options)
     except Exception as error:  # of any kind, as when a model is loaded
         raise AttngapError(_why_not(name, error)) from error
+    _check_reads_text(config)
+    return config
 
 
 def load_tokenizer(model: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
