@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import random
@@ -81,7 +82,7 @@ def test_reader_sees_the_writer_s_rows(tmp_path, runs):
     reader = Runs(runs.path, readonly=True)
     runs.add(spec(), RESULT, {})
     assert len(reader.records()) == 1
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+    with pytest.raises(AttngapError, match="cannot be used: attempt to write a readonly database"):
         reader.add(spec(1), RESULT, {})
     reader.close()
 
@@ -178,3 +179,27 @@ def test_two_drivers_at_once(tmp_path):
         assert process.wait() == 0
     with Runs(path, readonly=True) as runs:
         assert sorted(record.spec["seed"] for record in runs.records()) == list(range(60))
+
+
+@pytest.mark.parametrize(
+    ("table", "read"), [("plan", Runs.progress), ("runs", Runs.records), ("failures", Runs.failures)]
+)
+def test_damage_beyond_what_opening_reads_is_one_line(tmp_path, table, read):
+    path = tmp_path / "runs.db"
+    with Runs(path) as db:
+        db.announce("small", [spec(seed) for seed in range(3)])
+        db.add(spec(), RESULT, {})
+        db.fail(spec(1), "why")
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+        pages = [page for (page,) in db.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = ?", (table,))]
+    with path.open("r+b") as file:
+        for page in pages:
+            file.seek((page - 1) * size)
+            file.write(b"\xff" * size)
+    with (
+        Runs(path, readonly=True) as db,
+        pytest.raises(AttngapError, match=r"runs.db is damaged: .* Give another --db"),
+    ):
+        read(db)

@@ -119,9 +119,11 @@ def _cache() -> Feed:
 
     def feed(step: int) -> tuple[Tensor, Tensor, int]:
         tokens = torch.randint(0, 64, (1, step), generator=draw)
+        # The mask that transformers would make for a piece is as long as all that came before, and grows.
+        mask = torch.ones(1, 1, step, step, dtype=torch.bool).tril() if step > 1 else None
         with torch.no_grad():
             out, exact = (
-                m(tokens, past_key_values=c, use_cache=True).logits
+                m(tokens, attention_mask=mask, past_key_values=c, use_cache=True).logits
                 for m, c in zip((single, double), caches, strict=True)
             )
         held = [x for layer in caches[0].layers for x in _tensors(vars(layer))]

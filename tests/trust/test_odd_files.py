@@ -1,5 +1,6 @@
 """Files that only an enemy would write: refused in one line, without a hang. Random damage is in `files.py`."""
 
+import json
 import os
 
 import pytest
@@ -78,6 +79,22 @@ def test_a_pipe_in_place_of_pictures_is_passed_over(tmp_path):
     os.mkfifo(tmp_path / "patterns.npz")
     with in_time(SECONDS):
         assert read_patterns(tmp_path / "diagnosis.json", heads=24, tokens=256) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found["heads"][0].update(layer=2**70),
+        lambda found: found["heads"][17].update(damage=-1),
+        lambda found: found["options"].update(passages={}),
+    ],
+)
+def test_a_diagnosis_that_cannot_be_planned_by_is_told(tmp_path, change):
+    found = made_up.diagnosis(tmp_path)
+    change(found)
+    (tmp_path / "diagnosis.json").write_text(json.dumps(found))
+    with pytest.raises(AttngapError, match=r"This diagnosis is damaged \(.*\). Diagnose the model again"):
+        Diagnosis.load(tmp_path).plan(keep=0.1)
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-this-name/model", "x\0y"])

@@ -184,7 +184,14 @@ class Diagnosis(_Strict):
         """
         if not 0 <= keep <= 1:
             raise AttngapError(f"keep must be a share from 0 to 1, got {keep}. For a tenth of the heads: 0.1")
-        ordered = self._ranked(granularity)
+        try:
+            ordered = self._ranked(granularity)
+            curve = self._curve(ordered)
+        except AttngapError:
+            raise
+        except (LookupError, TypeError, ValueError, OverflowError) as error:  # numbers that no diagnosis has
+            why = " ".join(str(error).split())[:120]
+            raise AttngapError(f"This diagnosis is damaged ({why}). Diagnose the model again") from error
         count = round(keep * len(ordered))
         fixed = [(h.layer, h.head) for h in self.heads if not h.replaceable and h.verdict != "linear"]
         kept = [(h.layer, h.head) for unit in ordered[:count] for h in unit]
@@ -193,7 +200,7 @@ class Diagnosis(_Strict):
             granularity=granularity,
             keep=tuple(sorted(fixed + kept)),
             replacement=self.replacement,
-            curve=self._curve(ordered),
+            curve=curve,
             provenance={"diagnosis": self.provenance},
         )
 

@@ -4,11 +4,12 @@ A row is written whole in one transaction, so a kill at any moment leaves either
 lets any number of readers watch while one driver writes; a second driver waits its turn.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ class Runs:
             datetime.now(UTC).isoformat(timespec="milliseconds"),
             *(json.dumps(part, sort_keys=True, allow_nan=False) for part in (spec, result, provenance)),
         )
-        with Write(self._db):
+        with self._telling(), Write(self._db):
             added = self._db.execute(f"INSERT OR IGNORE INTO runs VALUES ({', '.join('?' * 11)})", row).rowcount
             self._db.execute("DELETE FROM failures WHERE key = ?", (key,))
         return bool(added)
@@ -147,12 +148,12 @@ class Runs:
     def fail(self, spec: Mapping[str, Any], error: str) -> None:
         """Note why a run could not finish; it stays missing, so the next call tries it again."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with Write(self._db):
+        with self._telling(), Write(self._db):
             self._db.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?)", (spec_key(spec), error, now))
 
     def missing(self, specs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The specs without a finished run, in order and without repeats."""
-        seen = {key for (key,) in self._db.execute("SELECT key FROM runs")}
+        seen = {key for (key,) in self._rows("SELECT key FROM runs")}
         left = []
         for spec in specs:
             if (key := spec_key(spec)) not in seen:
@@ -163,14 +164,14 @@ class Runs:
     def announce(self, sweep: str, specs: Iterable[Mapping[str, Any]]) -> None:
         """Announce what a sweep will hold, so that `progress` can tell how far it is; forgets its old failures."""
         keys = {spec_key(spec) for spec in specs}
-        with Write(self._db):
+        with self._telling(), Write(self._db):
             self._db.execute("DELETE FROM plan WHERE sweep = ?", (sweep,))
             self._db.executemany("INSERT INTO plan VALUES (?, ?)", ((sweep, key) for key in sorted(keys)))
             self._db.executemany("DELETE FROM failures WHERE key = ?", ((key,) for key in keys))
 
     def progress(self) -> list[Progress]:
         """One entry per sweep."""
-        rows = self._db.execute(
+        rows = self._rows(
             """SELECT plan.sweep, count(*), count(runs.key),
                       sum(runs.key IS NULL AND failures.key IS NOT NULL), max(runs.finished)
                FROM plan LEFT JOIN runs USING (key) LEFT JOIN failures USING (key) GROUP BY plan.sweep"""
@@ -179,7 +180,7 @@ class Runs:
 
     def failures(self) -> dict[str, str]:
         """Key to error, for runs that could not finish."""
-        return dict(self._db.execute("SELECT key, error FROM failures ORDER BY failed").fetchall())
+        return dict(self._rows("SELECT key, error FROM failures ORDER BY failed"))
 
     def records(
         self, *, task: str | None = None, mechanism: str | None = None, sweep: str | None = None
@@ -192,14 +193,28 @@ class Runs:
             clauses.append("key IN (SELECT key FROM plan WHERE sweep = :sweep)")
         if clauses:
             query += " WHERE " + " AND ".join(clauses)
+        rows = self._rows(query + " ORDER BY finished, key", {**wanted, "sweep": sweep})
         try:
-            rows = self._db.execute(query + " ORDER BY finished, key", {**wanted, "sweep": sweep}).fetchall()
             found = [Record(key, *map(json.loads, parts), finished=finished) for key, *parts, finished in rows]
-        except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise AttngapError(f"{self.path} is damaged: {' '.join(str(error).split())}. Give another --db") from error
         if any(not isinstance(part, dict) for each in found for part in (each.spec, each.result, each.provenance)):
             raise AttngapError(f"{self.path} is damaged: a run is no table of values. Give another --db")
         return found
+
+    def _rows(self, query: str, values: Mapping[str, Any] | None = None) -> list[Any]:
+        with self._telling():
+            return self._db.execute(query, values or {}).fetchall()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What SQLite finds wrong with the file, in a line: damage may lie in a page that opening it does not read."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            why = " ".join(str(error).split())
+            state = "cannot be used" if isinstance(error, sqlite3.OperationalError) else "is damaged"  # full, locked
+            raise AttngapError(f"{self.path} {state}: {why}. Give another --db") from error
 
     def close(self) -> None:
         self._db.close()
