@@ -203,3 +203,14 @@ def test_damage_beyond_what_opening_reads_is_one_line(tmp_path, table, read):
         pytest.raises(AttngapError, match=r"runs.db is damaged: .* Give another --db"),
     ):
         read(db)
+
+
+def test_a_schema_that_is_no_text_is_one_line(tmp_path):
+    path = tmp_path / "runs.db"
+    with Runs(path) as db:
+        db.add(spec(), RESULT, {})
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+    path.write_bytes(path.read_bytes().replace(b") STRICT", b") STR\xa0CT"))
+    with pytest.raises(AttngapError, match=r"runs.db (is damaged|cannot be used)"), Runs(path, readonly=True) as db:
+        db.records()

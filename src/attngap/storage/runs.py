@@ -97,7 +97,7 @@ class Runs:
         try:
             self._db = sqlite3.connect(uri, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
             self._prepare(readonly)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise AttngapError(
                 f"{self.path} cannot be used as a run database: {' '.join(str(error).split())}. Give another --db"
             ) from error
@@ -211,7 +211,7 @@ class Runs:
         """What SQLite finds wrong with the file, in a line: damage may lie in a page that opening it does not read."""
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # it quotes damaged names, which may be no text
             why = " ".join(str(error).split())
             state = "cannot be used" if isinstance(error, sqlite3.OperationalError) else "is damaged"  # full, locked
             raise AttngapError(f"{self.path} {state}: {why}. Give another --db") from error
