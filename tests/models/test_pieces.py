@@ -46,6 +46,21 @@ def test_compiled_pieces_are_the_whole_in_torch(keep):
 
 
 @pytest.mark.parametrize("keep", [[], [1], [0, 1]], ids=str)
+def test_a_prompt_that_the_window_holds_is_softmax_in_every_head_and_goes_on_as_any_other(keep, monkeypatch):
+    model, tokens = converted(keep), zoo.tokens(2, 60)
+    with torch.no_grad():
+        original = zoo.tiny("llama")(tokens[:, :18]).logits
+    whole, _ = in_pieces(model, tokens, 60)
+    monkeypatch.setattr("attngap.mechanisms.prompts.advance_piece", None)  # features are not asked for
+    got, cache = in_pieces(model, tokens[:, :18], 18)
+    torch.testing.assert_close(got, original, atol=2e-5, rtol=1e-4)
+    monkeypatch.undo()
+    for i in range(18, 60):
+        got = model(input_ids=tokens[:, i : i + 1], past_key_values=cache).logits
+        torch.testing.assert_close(got, whole[:, i : i + 1], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("keep", [[], [1], [0, 1]], ids=str)
 def test_padded_sequences_are_what_they_are_alone(keep):
     model, tokens = converted(keep), zoo.tokens(2, 60)
     mask = torch.ones(2, 60, dtype=torch.long)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from attngap.conversion.options import ConversionOptions
 from attngap.costs.shape import ModelShape
 from attngap.mechanisms.catalogue import mechanism
+from attngap.mechanisms.held import held_floats
 from attngap.models.plan import Replacement
 
 STATE = 4  # bytes of a number of a replacement's state
@@ -34,7 +35,7 @@ def gains(
     found = []
     for context in contexts:
         entry = 2 * context * shape.dim * size  # a key head's keys and values
-        state = min(part.state_floats(context) * STATE, entry)
+        state = min(held_floats(part, context, shape.dim // 2) * STATE // shape.kv_heads, entry)
         whole = shape.layers * shape.kv_heads * entry
         groups = shape.replaceable * shape.kv_heads
         replaced = max(0, groups - int(keep * groups))

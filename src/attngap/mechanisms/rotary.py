@@ -47,6 +47,15 @@ class Rotary:
         size = c.square() + s.square()
         return self._apply(x, c / size, -s / size)
 
+    def once(self, angles: Angles) -> Angles:
+        """Each angle once, (1 or b, t, pairs), for `unrotate_once`."""
+        cut = self._cut(angles)
+        return angles[0][..., cut], angles[1][..., cut]
+
+    def unrotate_once(self, x: Float[Tensor, "b h t d"], angles: Angles) -> Float[Tensor, "b h t d"]:
+        """`unrotate` by cos and sin that hold each angle once."""
+        return dataclasses.replace(self, angles="once").unrotate(x, angles)
+
     def on_average(
         self, x: Float[Tensor, "n d"], angles: Angles, distance: Float[Tensor, " m"], share: Float[Tensor, "n m"]
     ) -> Float[Tensor, "n d"]:
@@ -75,11 +84,13 @@ class Rotary:
         return {"turned": pairs, "turned_first": first, "adjacent": self.pairs == "adjacent", "angle_step": step}
 
     def _planes(self, angles: Angles, x: Tensor) -> tuple[Float[Tensor, "b 1 t n"], Float[Tensor, "b 1 t n"]]:
-        half = angles[0].shape[-1] // 2
         dtype = accumulate_dtype(x.dtype)
-        cut = {"halves": slice(half), "adjacent": slice(None, None, 2), "once": slice(None)}[self.angles]
-        c, s = (each[..., cut].to(dtype)[:, None] for each in angles)
+        c, s = (each.to(dtype)[:, None] for each in self.once(angles))
         return c, s
+
+    def _cut(self, angles: Angles) -> slice:
+        half = angles[0].shape[-1] // 2
+        return {"halves": slice(half), "adjacent": slice(None, None, 2), "once": slice(None)}[self.angles]
 
     def _apply(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         wide = 2 * c.shape[-1]

@@ -17,6 +17,7 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism, State
 from attngap.mechanisms.decoding import Decoder
+from attngap.mechanisms.held import hold, release
 from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.models.compat import (
@@ -143,14 +144,16 @@ class MixedLayer(CacheLayerMixin):
     def _advance(self, step: "_Step") -> Tensor:
         mechanism, tokens = step.mechanism, (step.q, step.k, step.v)
         given = {"mask": step.real, "rotary": step.rotary}
-        found = read_piece(mechanism, *tokens, state=self.state, start=self.count, **given, skipped=step.skipped)
+        state = None if self.state is None else release(mechanism, self.state)
+        found = read_piece(mechanism, *tokens, state=state, start=self.count, **given, skipped=step.skipped)
         if found is not None:
-            out, self.state = found
-        elif self.state is None:
-            out, self.state = mechanism(None, *tokens, **given)
+            out, after = found
+        elif state is None:
+            out, after = mechanism(None, *tokens, **given)
         else:
             streams = mechanism.read(None, *tokens, start=self.count, **given)
-            out, self.state = mechanism.advance(streams, self.state)
+            out, after = mechanism.advance(streams, state)
+        self.state = hold(mechanism, after, step.rotary, before=self.state, real=step.real)
         self.passed(step.real, step.length)
         return out
 

@@ -12,6 +12,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.calls import possible
 from attngap.mechanisms.decoding import Decoder, decoder
+from attngap.mechanisms.held import begin, token_step
 from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
@@ -65,6 +66,8 @@ class MixedHeads(nn.Module):
         real = None if real is None else real.expand(len(q), -1)
         if cache is not None and self._decodes(cache, q, scale):
             return self._decode(cache, q, k, v, mask, real, rotary)
+        if self._all_near(cache, q, k, v, real, scale):
+            return self._softmax(cache, q, k, v, scale, rotary)
         streams = (q.to(self.dtype), k.to(self.dtype), v.to(self.dtype))
         if cache is None:
             given = {"mask": real, "rotary": rotary}
@@ -76,6 +79,33 @@ class MixedHeads(nn.Module):
         if len(self.keep):
             keys, values = (k[:, self.groups], v[:, self.groups]) if cache is None else cache.append(k, v)
             out = self._exact(out, q, keys, values, mask, scale)
+        return out
+
+    def _all_near(
+        self, cache: MixedLayer | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float | None
+    ) -> bool:
+        """Whether one softmax serves all heads: the first tokens of sequences, none of which leaves the window."""
+        mechanism = self.mechanism
+        if not isinstance(mechanism, Hybrid) or real is not None or q.shape[2] > mechanism.sinks + mechanism.window:
+            return False
+        if cache is not None and (cache.state is not None or cache.past is not None):
+            return False
+        same = (q.shape[3] ** -0.5 if scale is None else scale) == mechanism.scale and q.dtype == self.dtype
+        return same and possible() and can_attend(q, k, v, v)
+
+    def _softmax(
+        self, cache: MixedLayer | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None, rotary: Angles | None
+    ) -> Float[Tensor, "b h t dv"]:
+        """Of all heads, kept or not."""
+        mechanism, (b, h, t, _) = self.mechanism, q.shape
+        assert isinstance(mechanism, Hybrid)
+        out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+        attend_into(out, q, k, v, torch.arange(h) // (h // k.shape[1]), scale=scale)
+        if cache is not None:
+            cache.state = begin(mechanism, k, v, rotary)
+            cache.passed(None, t)
+            if self.readers:
+                cache.append(k, v)
         return out
 
     def _exact(
@@ -161,7 +191,7 @@ class MixedHeads(nn.Module):
     def _decodes(self, cache: MixedLayer, q: Tensor, scale: float | None) -> bool:
         """Whether one call serves all heads: one new token, of hybrid heads and kept ones, that is not taken back."""
         mechanism = self.mechanism
-        if not isinstance(mechanism, Hybrid) or q.shape[2] > 1 or not len(self.keep) or torch.is_grad_enabled():
+        if not isinstance(mechanism, Hybrid) or q.shape[2] > 1 or torch.is_grad_enabled():
             return False
         if cache.state is None or cache.past is not None or q.dtype != self.dtype:
             return False
@@ -181,7 +211,8 @@ class MixedHeads(nn.Module):
         assert cache.state is not None
         streams = self.mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
         may = None if mask is None else readable(mask)[:, 0, 0]
-        out = self.mechanism.decode(streams, cache.state, KeptHeads(self.place, *cache.append(k, v), may))
+        kept = KeptHeads(self.place, *cache.append(k, v), may) if self.readers else None
+        out = token_step(self.mechanism, streams, cache.state, rotary, kept)
         cache.passed(real, 1)
         return out
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from attngap.errors import AttngapError
+from attngap.mechanisms.held import hold
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.cache import MixedLayer
@@ -65,7 +66,8 @@ def hand_over(
     assert isinstance(part.mechanism, Hybrid)
     layer.lazy_initialization(k, v)
     layer.append(k, v)
-    layer.state = part.mechanism.state_after(k.to(part.dtype), v.to(part.dtype), rotary)
+    state = part.mechanism.state_after(k.to(part.dtype), v.to(part.dtype), rotary)
+    layer.state = hold(part.mechanism, state, rotary)
     layer.seen = k.shape[2]
     layer.passed(None, layer.seen)
 

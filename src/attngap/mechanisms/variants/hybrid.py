@@ -12,7 +12,7 @@ from attngap.mechanisms.base import Mechanism, State, Streams, positions, read_o
 from attngap.mechanisms.feature_maps import feature_map as make_map
 from attngap.mechanisms.rotary import Angles, layout
 from attngap.ops.check import check_count
-from attngap.ops.hybrid import KeptHeads, Near, decode_step, empty_state, hybrid_attention, near_attention
+from attngap.ops.hybrid import Near, empty_state, hybrid_attention, near_attention
 from attngap.ops.hybrid.definition import hybrid_weights
 from attngap.ops.hybrid.state import roll_up
 from attngap.ops.normalizer import safe_normalizer
@@ -99,7 +99,7 @@ class Hybrid(Mechanism):
         return Streams(q, k, v, fq=fq, fk=fk, log_gain=gain, mask=mask)
 
     def init_state(self, streams: Streams) -> State:
-        return empty_state(streams.k, streams.v, _far(streams)[1], self.window, self.sinks)
+        return empty_state(streams.k, streams.v, far_streams(streams)[1], self.window, self.sinks)
 
     def state_after(
         self, k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"], rotary: Angles | None = None
@@ -124,7 +124,7 @@ class Hybrid(Mechanism):
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
         new = self._write(state, streams)
         now = streams.wide()
-        q, fq = now.q, _far(now)[0]
+        q, fq = now.q, far_streams(now)[0]
         k, v = (expand_heads(new[name], self.heads).to(q.dtype) for name in ("k", "v"))
         filled = torch.arange(k.shape[2], device=k.device) < new["count"][:, None]  # (b, slots)
         filled = filled[:, None, None] | ~real  # a row of padding is zeroed below; it must not be empty
@@ -142,7 +142,7 @@ class Hybrid(Mechanism):
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         streams = streams.wide()
-        fq, fk = _far(streams)
+        fq, fk = far_streams(streams)
         return hybrid_weights(streams.q, streams.k, fq, fk, **self._options(streams))
 
     def chunked(
@@ -158,29 +158,13 @@ class Hybrid(Mechanism):
 
         With `inplace` the state handed in may be overwritten.
         """
-        fq, fk = _far(streams)
+        fq, fk = far_streams(streams)
         options = {"state": state, "chunk": chunk, "near": near, "inplace": inplace, **self._options(streams)}
         out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, **options)
         return out, after
 
     def advance(self, streams, state):
         return self.chunked(streams, state, inplace=not torch.is_grad_enabled())
-
-    def decode(self, streams: Streams, state: State, kept: KeptHeads) -> Float[Tensor, "b h 1 dv"]:
-        """One token of all heads, those that are kept exact by their cache; the state is overwritten."""
-        fq, fk = _far(streams)
-        dtype = state["S"].dtype
-        gain = streams.q.new_zeros(streams.q.shape[:3]) if streams.log_gain is None else streams.log_gain
-        return decode_step(
-            state,
-            *(streams.q, streams.k, streams.v, fq, fk, gain.to(dtype)),
-            window=self.window,
-            sinks=self.sinks,
-            scale=self.scale,
-            relative=self.relative,
-            real=None if streams.mask is None else streams.mask[:, 0],
-            kept=kept,
-        )
 
     def near(
         self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"]
@@ -216,7 +200,7 @@ class Hybrid(Mechanism):
     def _write(self, state: State, streams: Streams) -> State:
         """Put the token into its slot; the one it displaces, if any, joins the far sums. Padding changes nothing."""
         real = streams.real[:, :, None, None]  # (b, 1, 1, 1)
-        _, fk = _far(streams)
+        _, fk = far_streams(streams)
         count = state["count"]  # (b,)
         ring = (count - self.sinks) % self.window
         slot = torch.where(count < self.sinks, count, self.sinks + ring)
@@ -234,7 +218,8 @@ class Hybrid(Mechanism):
         }
 
 
-def _far(streams: Streams) -> tuple[Tensor, Tensor]:
+def far_streams(streams: Streams) -> tuple[Tensor, Tensor]:
+    """The features of queries and keys."""
     if streams.fq is None or streams.fk is None:
         raise AttngapError("hybrid: these streams have no far features; make them with this mechanism's `read`")
     return streams.fq, streams.fk

@@ -47,7 +47,8 @@ class TokenCall(CallTable):
             if not x.is_contiguous():
                 raise AttngapError(f"state[{name!r}] must be contiguous to be overwritten, got strides {x.stride()}")
         self.put("out", state["S"].new_empty(self.out_shape).transpose(1, 2))  # for its layout
-        rings = {f"state_{name}": state[name] for name in ("k", "v", "fk")}
+        rings = {f"state_{name}": state[name] for name in ("k", "v", "fk") if name in state}
+        rings |= {f"state_{name}": state[name][:, None] for name in ("cos", "sin") if name in state}
         for name, x in (rings | {"S": state["S"], "z": state["z"][..., None]} | dict(parameters or {})).items():
             self.put(name, x)
         self.put_setting(setting, count=state["count"], position=self.position, place=self.place)
@@ -57,8 +58,8 @@ class TokenCall(CallTable):
         )
 
     def _scratch(self) -> Scratch:
-        table, k, v, fk = self.tables, self.state["k"], self.state["v"], self.state["fk"]
-        kp, vp, fp, one = row_bytes(k), row_bytes(v), row_bytes(fk), native.VECTOR
+        table, k, v = self.tables, self.state["k"], self.state["v"]
+        kp, vp, fp, one = row_bytes(k), row_bytes(v), row_bytes(self.state["z"]), native.VECTOR
         sizes = {
             **{"query": table.HEADS * kp, "content": kp, "cosines": kp, "sines": kp},
             **{"fading": fp, "parameters": max(kp, fp), "fk": fp, "fq": table.HEADS * fp},

@@ -43,7 +43,8 @@ def decode_step(
     """(b, h, 1, dv), and the state is overwritten. All tensors are (b, heads, 1, .) but `gain`, (b, h, 1).
 
     `real` (b,) is False for sequences whose token is padding: their state stays, and their rows are zero. Sequences may
-    differ in how much they have seen. One compiled call where kernels can be used, torch elsewhere.
+    differ in how much they have seen. A state may lack the features of its window: then `fk` is not of the token but of
+    the one that leaves, and anything where none does. One compiled call where kernels can be used, torch elsewhere.
     """
     if kept is None:
         kept = KeptHeads(torch.full((q.shape[1],), -1, device=q.device), k[:, :1], v[:, :1])
@@ -54,7 +55,7 @@ def decode_step(
     written = {x.untyped_storage().data_ptr() for x in state.values()}
     if any(x.untyped_storage().data_ptr() in written for x in (q, k, v, fq, fk, gain)):
         q, k, v, fq, fk, gain = (x.clone() for x in (q, k, v, fq, fk, gain))  # read after the state is written
-    rings = (state["k"], state["v"], state["fk"], state["z"])
+    rings = [x for name, x in state.items() if name not in ("S", "count")]
     if native.usable(q, k, v, fq, fk, gain, kept.keys, kept.values, *rings, state=state["S"]):
         return _compiled(state, (q, k, v, fq, fk, gain), real, kept, options)
     return _torch(state, (q, k, v, fq, fk, gain), real, kept, options)
@@ -85,7 +86,7 @@ def _check(state: State, q, k, v, fq, fk, gain, window: int, sinks: int, real, k
         raise AttngapError(
             f"kept.place must be int64 below the {groups} groups of kept.keys, got {kept.place.tolist()}"
         )
-    check_hybrid_state(state, k, v, fk, window, sinks)
+    check_hybrid_state(state, k, v, fk, window, sinks, features="fk" in state)
 
 
 def _compiled(state: State, inputs, real, kept: KeptHeads, options: dict) -> Tensor:

@@ -31,11 +31,13 @@ class Tensors(NamedTuple):
     values: int
     state_k: int
     state_v: int
-    state_fk: int
+    state_fk: int  # not there where features are computed when a key leaves
+    state_cos: int  # (b, 1, window + 1, pairs): what turned the last keys, token p in row p % (window + 1)
+    state_sin: int
     S: int
     z: int  # (b, h_kv, r, 1)
     fq: int  # features and gain, where they are given
-    fk: int
+    fk: int  # of the new token, or of the one that leaves where the state holds no features
     gain: int  # (b, h, 1, 1)
     query_weight: int  # (1, h, d, r): the parameters of prototypes, where features are computed
     query_bias: int  # (1, h, 1, r)
@@ -92,7 +94,7 @@ class Room(NamedTuple):
     guard: int
 
 
-AT, IN, ROOM = Tensors._make(range(26)), Words._make(range(19)), Room._make(range(16))
+AT, IN, ROOM = Tensors._make(range(28)), Words._make(range(19)), Room._make(range(16))
 WORDS_AT = FIELDS * len(AT)
 ROOM_AT = WORDS_AT + len(IN)
 LENGTH = ROOM_AT + len(ROOM)

@@ -1,8 +1,9 @@
 """One token of all heads of a layer, compiled; the state is updated in place.
 
-A lane is a key head of a sequence. The token in the slot of the new one leaves the window and joins S and z; then the
-query heads that share the key head read sinks and window together, in the order of their slots, which does not matter,
-and the sums. Heads that are kept exact read their whole cache instead. See `state` for the slots.
+A lane is a key head of a sequence. The token in the slot of the new one leaves the window and joins S and z, by
+features that the state holds, or else that are computed now. Then the query heads that share the key head read sinks
+and window together, in the order of their slots, which does not matter, and the sums. Heads that are kept exact read
+their whole cache instead. See `state` for the slots.
 
 Keys are read once for all heads that share them: a row meets every query while it is near. Values are a product of
 matrices. Both go by blocks, with a running maximum, so that scratch memory does not grow with the cache.
@@ -33,6 +34,8 @@ from attngap.ops.hybrid.kernels_features import (
     computed,
     key_features,
     load_angles,
+    load_fading,
+    load_old_angles,
     query_features,
     query_gain,
     turn_back,
@@ -87,8 +90,11 @@ def push(table, scratch, b, kv, count, zero):
         S, z = tensor(table, AT.S), tensor(table, AT.z)
         left = find(field(table, scratch, ROOM.row), V, b, kv, slot, zero)
         vp = padded(V.width, size)
+        features, by = field(table, scratch, ROOM.fk), size
+        if there(table, AT.state_fk):
+            features, by = row(F, b, kv, slot - sinks), F.by_column
         for c in range(S.length):
-            feature = get(row(F, b, kv, slot - sinks) + c * F.by_column, zero)
+            feature = get(features + c * by, zero)
             if feature != zero:
                 sums = find(buffer, S, b, kv, c, zero)
                 add(sums, feature, left, vp, zero)
@@ -100,7 +106,7 @@ def push(table, scratch, b, kv, count, zero):
     set_row(K, b, kv, slot, buffer, number(1, zero), zero)
     load_row(buffer, tensor(table, AT.v), b, kv, 0, zero)
     set_row(V, b, kv, slot, buffer, number(1, zero), zero)
-    if slot >= sinks:
+    if slot >= sinks and there(table, AT.state_fk):
         set_row(F, b, kv, slot - sinks, field(table, scratch, ROOM.fk), number(1, zero), zero)
 
 
@@ -201,7 +207,7 @@ def far_part(table, scratch, b, kv, head, h, zero):
     fp, vp = padded(z.length, size), padded(width(table, AT.v), size)
     fq, mass = field(table, scratch, ROOM.fq) + h * fp, zero
     if computed(table):
-        turn_back(table, scratch, tensor(table, AT.q), b, head, zero)
+        turn_back(table, scratch, tensor(table, AT.q), b, head, 0, zero)
         query_features(table, scratch, head, fq, zero)
     else:
         load_row(fq, tensor(table, AT.fq), b, head, 0, zero)
@@ -296,13 +302,37 @@ def padding_rows(table, scratch, b, first, heads, zero):
 
 
 @called_kernel
-def new_features(table, scratch, b, kv, zero):
-    """Of the key of the new token, into `fk`."""
-    if computed(table):
+def new_features(table, scratch, b, kv, count, zero):
+    """Into `fk`: of the new key or, where the state holds no features, of the key that leaves the window.
+
+    Angles and fading are left as queries need them.
+    """
+    if not computed(table):
+        if there(table, AT.fk):
+            load_row(field(table, scratch, ROOM.fk), tensor(table, AT.fk), b, kv, 0, zero)
+        return
+    window, sinks = word(table, IN.window), word(table, IN.sinks)
+    position = get(word(table, IN.position) + 8 * b, WORD)
+    if there(table, AT.state_fk):
         load_angles(table, scratch, b, zero)
-        key_features(table, scratch, b, kv, zero)
-    elif there(table, AT.fk):
-        load_row(field(table, scratch, ROOM.fk), tensor(table, AT.fk), b, kv, 0, zero)
+        key_features(table, scratch, tensor(table, AT.k), b, kv, 0, position, zero)
+        return
+    if count >= sinks + window:
+        load_old_angles(table, scratch, b, count - window, zero)
+        slot = sinks + (count - sinks) % window
+        key_features(table, scratch, tensor(table, AT.state_k), b, kv, slot, position - window, zero)
+    load_angles(table, scratch, b, zero)
+    load_fading(table, scratch, kv, position, zero)
+
+
+@called_kernel
+def keep_angles(table, b, count, zero):
+    """What turned the new key, for when it leaves; no other key head reads the row that is overwritten."""
+    for place in range(2):
+        ring, new = tensor(table, AT.state_cos + place), tensor(table, AT.cos + place)
+        for i in range(word(table, IN.turned)):
+            angle = get(row(new, b, 0, 0) + i * word(table, IN.angle_step) * new.by_column, zero)
+            put(row(ring, b, 0, count % ring.length) + i * ring.by_column, angle)
 
 
 @called_kernel
@@ -358,8 +388,10 @@ def decode(table, zero, scratch, first_lane, last_lane):
         place, kept = kept_heads(table, kv * group, group)
         if word(table, IN.appends) and kept > 0:
             append(table, scratch, b, kv, place, zero)
+        if real and kv == 0 and there(table, AT.state_cos):
+            keep_angles(table, b, count, zero)
         if real and kept < group:  # nobody reads the state of a key head all of whose heads are kept
-            new_features(table, scratch, b, kv, zero)
+            new_features(table, scratch, b, kv, count, zero)
             push(table, scratch, b, kv, count, zero)
         for first in range(kv * group, (kv + 1) * group, HEADS):
             heads = min(HEADS, (kv + 1) * group - first)

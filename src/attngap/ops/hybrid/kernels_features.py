@@ -6,7 +6,7 @@ The same as `mechanisms.rotary.Rotary.unrotate` and `mechanisms.feature_maps.Pro
 import math
 
 from attngap.ops.hybrid.kernels_call import AT, IN, ROOM, WORD, field, tensor, there, value, width, word
-from attngap.ops.hybrid.kernels_rotary import invert_angles, turn_pairs
+from attngap.ops.hybrid.kernels_rotary import invert, invert_angles, turn_pairs
 from attngap.ops.hybrid.kernels_rows import clear, dot, load_row
 from attngap.ops.native.memory import padded, row
 from attngap.ops.native.vectors import (
@@ -38,11 +38,20 @@ def load_angles(table, scratch, b, zero):
 
 
 @called_kernel
-def turn_back(table, scratch, x, b, head, zero):
+def load_old_angles(table, scratch, b, token, zero):
+    """What turns the key of an earlier token back, one of the last `window`."""
+    if there(table, AT.state_cos):
+        cosines, sines = field(table, scratch, ROOM.cosines), field(table, scratch, ROOM.sines)
+        cos, sin = tensor(table, AT.state_cos), tensor(table, AT.state_sin)
+        invert(table, cos, sin, 1, b, token % cos.length, cosines, sines, zero)
+
+
+@called_kernel
+def turn_back(table, scratch, x, b, head, at, zero):
     """A query or key into `content`."""
     content, size = field(table, scratch, ROOM.content), size_of(zero)
     clear(content, padded(x.width, size), zero)
-    load_row(content, x, b, head, 0, zero)
+    load_row(content, x, b, head, at, zero)
     turn_pairs(table, content, field(table, scratch, ROOM.cosines), field(table, scratch, ROOM.sines), zero)
 
 
@@ -75,13 +84,13 @@ def project(out, x, weight, head, zero):
 
 
 @called_kernel
-def load_fading(table, scratch, b, kv, zero):
-    """How far each feature has faded at the token's position, as an exponent."""
+def load_fading(table, scratch, kv, at, zero):
+    """How far each feature has faded at a position, as an exponent."""
     fading, fp = field(table, scratch, ROOM.fading), padded(width(table, AT.query_weight), size_of(zero))
     clear(fading, fp, zero)
     if there(table, AT.log_rate):
         load_row(fading, tensor(table, AT.log_rate), 0, kv, 0, zero)
-        position = splat(number(get(word(table, IN.position) + 8 * b, WORD), zero))
+        position = splat(number(at, zero))
         fastest, faded = splat(value(table, IN.fastest, zero)), splat(value(table, IN.faded, zero))
         for c in range(0, fp, BYTES):
             rate = smaller(exp(load(fading + c, zero)), fastest)
@@ -98,11 +107,11 @@ def load_parameters(table, scratch, x, head, zero):
 
 
 @called_kernel
-def key_features(table, scratch, b, kv, zero):
-    """exp(k P + b + fading) into `fk`."""
+def key_features(table, scratch, keys, b, kv, at, position, zero):
+    """exp(k P + b + fading) into `fk`, of row `at` of the keys."""
     out, fp = field(table, scratch, ROOM.fk), padded(width(table, AT.key_weight), size_of(zero))
-    load_fading(table, scratch, b, kv, zero)
-    turn_back(table, scratch, tensor(table, AT.k), b, kv, zero)
+    load_fading(table, scratch, kv, position, zero)
+    turn_back(table, scratch, keys, b, kv, at, zero)
     project(out, field(table, scratch, ROOM.content), tensor(table, AT.key_weight), kv, zero)
     bias = load_parameters(table, scratch, tensor(table, AT.key_bias), kv, zero)
     most, fading = splat(value(table, IN.largest_size, zero)), field(table, scratch, ROOM.fading)

@@ -8,8 +8,14 @@ from attngap.ops.native.vectors import get, kernel, put, size_of
 @kernel
 def invert_angles(table, b, at, cosines, sines, zero):
     """cos and minus sin of every pair of channels of token `at`, over the square of their length: what turns back."""
-    size, step = size_of(zero), word(table, IN.angle_step)
-    cos, sin = tensor(table, AT.cos), tensor(table, AT.sin)
+    step = word(table, IN.angle_step)
+    invert(table, tensor(table, AT.cos), tensor(table, AT.sin), step, b, at, cosines, sines, zero)
+
+
+@kernel
+def invert(table, cos, sin, step, b, at, cosines, sines, zero):
+    """The same from row `at` of other cos and sin, which hold an angle in every `step`th column."""
+    size = size_of(zero)
     for i in range(word(table, IN.turned)):
         c = get(row(cos, b, 0, at) + i * step * cos.by_column, zero)
         s = get(row(sin, b, 0, at) + i * step * sin.by_column, zero)

@@ -56,8 +56,10 @@ def empty_state(k: Tensor, v: Tensor, fk: Tensor, window: int, sinks: int) -> St
     }
 
 
-def check_hybrid_state(state: State, k: Tensor, v: Tensor, fk: Tensor, window: int, sinks: int) -> None:
-    """Refuse a state that was made for other shapes, another window or other sinks."""
+def check_hybrid_state(
+    state: State, k: Tensor, v: Tensor, fk: Tensor, window: int, sinks: int, *, features: bool = True
+) -> None:
+    """Refuse a state that was made for other shapes, another window or other sinks, or lacks its window's features."""
     b, heads, _, d = k.shape
     dv, r = v.shape[-1], fk.shape[-1]
     acc = accumulate_dtype(k.dtype)
@@ -69,6 +71,8 @@ def check_hybrid_state(state: State, k: Tensor, v: Tensor, fk: Tensor, window: i
         "z": ((b, heads, r), acc),
         "count": ((b,), torch.long),
     }
+    if not features:
+        del want["fk"]
     if set(state) != set(want):
         raise AttngapError(f"state must hold {', '.join(want)}, got {', '.join(state) or 'nothing'}")
     for name, (size, dtype) in want.items():
@@ -171,11 +175,11 @@ def _push_at(state: State, k: Tensor, v: Tensor, fk: Tensor, count: int, full: i
     """The token in the slot leaves the window, the new one takes its place."""
     slot = count if count < full else sinks + (count - sinks) % (full - sinks)
     if count >= full:
-        leaving, value = state["fk"][:, :, slot - sinks], state["v"][:, :, slot]
+        leaving, value = state["fk"][:, :, slot - sinks] if "fk" in state else fk[:, :, 0], state["v"][:, :, slot]
         S, z = state["S"], state["z"]
         S.addcmul_(leaving[..., None].to(S.dtype), value[:, :, None].to(S.dtype))
         z += leaving
     state["k"][:, :, slot] = k[:, :, 0]
     state["v"][:, :, slot] = v[:, :, 0]
-    if slot >= sinks:
+    if slot >= sinks and "fk" in state:
         state["fk"][:, :, slot - sinks] = fk[:, :, 0]

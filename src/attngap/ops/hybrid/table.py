@@ -97,6 +97,7 @@ def shapes_of(
     """What each tensor of a call over t tokens must be; None is any size."""
     return {
         **{"state_k": (b, kv, slots, d), "state_v": (b, kv, slots, dv), "state_fk": (b, kv, window, r)},
+        **{"state_cos": (b, 1, window + 1, None), "state_sin": (b, 1, window + 1, None)},
         **{"S": (b, kv, r, dv), "z": (b, kv, r, 1)},
         **{"q": (b, h, t, d), "k": (b, kv, t, d), "v": (b, kv, t, dv), "out": (b, h, t, dv)},
         **{"cos": (b, 1, t, None), "sin": (b, 1, t, None), "real": (b, 1, t, 1), "allowed": (b, 1, None, 1)},
