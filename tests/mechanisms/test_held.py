@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from attngap import mechanism
 from attngap.mechanisms.decoding import decoder
@@ -79,6 +80,33 @@ def test_a_compiled_token_equals_the_definition(layout, options):
 
 @torch.no_grad()
 @pytest.mark.skipif(not native.available(), reason="numba is not installed")
+@pytest.mark.parametrize("head", range(KV))
+@pytest.mark.parametrize("kept", [True, False], ids=["kept heads by the call", "kept heads elsewhere"])
+def test_key_heads_that_only_kept_heads_read_need_no_state(head, kept):
+    found, x, t, group = made(LLAMA), streams(20), 20, H // KV
+    rotary, heads = angles(t, 8), torch.tensor([head])
+    replaced = torch.arange(H) // group == head
+    place = torch.where(replaced | torch.tensor(not kept), -1, 0)
+    expected_state, held = empty(found, x, rotary)
+    held |= {name: held[name][:, heads].contiguous() for name in ("k", "v", "S", "z")}
+    position = torch.zeros(B, dtype=torch.long)
+    call = decoder(found, held, place, position, turn(rotary, 0, 1), heads)
+    other = 1 - head
+    keys, values = (x[i].new_empty(B, 1, t, x[i].shape[3]) for i in (1, 2))
+    for i in range(t):
+        given = cut(x, i, i + 1), i, None, turn(rotary, i, i + 1)
+        expected, expected_state = by_definition(found, expected_state, *given)
+        out = call.token(*given[0], given[3], None, (keys, values, i + 1) if kept else None).transpose(1, 2)
+        torch.testing.assert_close(out[:, replaced], expected[:, replaced])
+        if kept:
+            past = (y[:, other : other + 1, : i + 1].expand(-1, group, -1, -1) for y in x[1:])
+            exact = F.scaled_dot_product_attention(given[0][0][:, ~replaced], *past)
+            torch.testing.assert_close(out[:, ~replaced], exact)
+    torch.testing.assert_close(held["S"][:, 0], expected_state["S"][:, head])
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not native.available(), reason="numba is not installed")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_compiled_tokens_of_padded_sequences_are_what_they_are_alone(threads, monkeypatch):
     if threads > 1:
@@ -100,28 +128,32 @@ def test_compiled_tokens_of_padded_sequences_are_what_they_are_alone(threads, mo
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("feature_map", ["prototype", "hedgehog", "none"])
+@pytest.mark.parametrize("heads", [None, [1]], ids=["all", "one key head"])
 @pytest.mark.parametrize("batch", [1, B], ids=["angles for all", "angles for each"])
-def test_pieces_and_tokens_equal_one_pass_whatever_the_padding(feature_map, batch, kernels):
+def test_pieces_and_tokens_equal_one_pass_whatever_the_padding(feature_map, batch, heads, kernels):
     options = {} if feature_map == "prototype" else {"map_options": None, "gain": "none"}
     found, x, t = made(LLAMA, feature_map=feature_map, **options), streams(31), 31
     rotary = tuple(y.expand(B, -1, -1) for y in angles(t, 8, batch))
     real = torch.rand(B, t, generator=torch.Generator().manual_seed(1)) < torch.tensor([1.0, 0.8, 0.5])[:, None]
     expected = found(None, *x, mask=real, rotary=rotary)[0]
     held, count, parts = None, torch.zeros(B, dtype=torch.long), []
+    heads = None if heads is None else torch.tensor(heads)
     with native.off() if not kernels else torch.no_grad():
         for start, stop in ((0, 3), (3, 4), (4, 5), (5, 17), (17, 18), (18, 19), (19, 31)):
             piece, mask, here = cut(x, start, stop), real[:, start:stop], turn(rotary, start, stop)
             read = found.read(None, *piece, start=count, mask=mask, rotary=here)
             if stop - start == 1:
-                parts.append(token_step(found, read, held, here, None))
+                parts.append(token_step(found, read, held, here, None, heads))
             else:
-                state = None if held is None else release(found, held)
+                state = None if held is None else release(found, held, heads)
                 out, state = found.chunked(read, state)
                 parts.append(out)
-                held = hold(found, state, here, before=held, real=mask)
+                held = hold(found, state, here, before=held, real=mask, heads=heads)
             count = count + mask.sum(1)
             assert "fk" not in held
-    torch.testing.assert_close(torch.cat(parts, 2), expected)
+            assert held["k"].shape[1] == (KV if heads is None else 1)
+    some = slice(None) if heads is None else slice(H // KV, None)
+    torch.testing.assert_close(torch.cat(parts, 2)[:, some], expected[:, some])
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attngap import mechanism
 from attngap.mechanisms.decoding import decoder
+from attngap.mechanisms.held import hold
 from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import every_layout
 from attngap.mechanisms.variants.hybrid import Hybrid
@@ -43,6 +44,9 @@ class Sequence:
         self.inputs = [self._inputs(t) for t in sizes]
         real = torch.rand(self.b, sum(sizes), generator=self.rand) < 0.8
         self.masks = None if draw.random() < 0.5 else real
+        self.as_held = draw.random() < 0.7  # the state of tokens, as caches hold it
+        some = [group for group in range(kv) if (self.place.unflatten(0, (kv, -1))[group] < 0).any()]
+        self.heads = torch.tensor(some) if 0 < len(some) < kv else None
 
     def _mechanism(self, draw: random.Random, h: int, kv: int, d: int, dv: int, layout) -> Hybrid:
         options: dict[str, Any] = {"window": draw.randint(1, 24), "sinks": draw.randint(0, 4)}
@@ -60,6 +64,9 @@ class Sequence:
     def _places(self, draw: random.Random, group: int, share: int) -> list[int]:
         return [draw.choice((-1, group)) for _ in range(share)]
 
+    def _some(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
+        return held | {name: held[name][:, self.heads] for name in ("k", "v", "S", "z")}
+
     def _inputs(self, t: int) -> tuple[Tensor, ...]:
         turned = 6 * torch.rand(self.b, t, self.width, generator=self.rand, dtype=self.dtype)
         found = [torch.randn(self.b, h, t, w, generator=self.rand, dtype=self.dtype) for h, w in self.shapes]
@@ -76,7 +83,7 @@ class Sequence:
         count, at, outs, call = put(torch.zeros(self.b, dtype=torch.long)), 0, [], None
         length = sum(x[0].shape[2] for x in self.inputs)
         keys, values = (put(x.new_zeros(*x.shape[:2], length, x.shape[3])) for x in (k, v))
-        skipped = put((self.place >= 0).long())
+        skipped, held = put((self.place >= 0).long()), None
         for each in self.inputs:
             q, k, v, cos, sin = (put(x) for x in each)
             t, rotary = q.shape[2], None if made.rotary is None else (cos, sin)
@@ -88,10 +95,15 @@ class Sequence:
                 assert found is not None
                 out, state = found
                 out = out[:, self.place < 0]  # rows of the others hold anything
+                held = hold(made, state, rotary, before=held, real=real)
                 count += t if real is None else real.sum(1)
                 keys[:, :, at - t : at], values[:, :, at - t : at] = k, v
             else:
-                call = call or decoder(made, state, place, count, rotary)
+                if call is None and self.as_held and held is not None:
+                    state = held if self.heads is None else self._some(held)
+                    state = {name: put(x.contiguous()) for name, x in state.items()}
+                heads = self.heads if self.as_held else None
+                call = call or decoder(made, state, place, count, rotary, heads)
                 assert call is not None
                 assert call.fits(made, state, count)
                 seen = None if self.masks is None else put(self.masks[:, None, None, :at].contiguous())

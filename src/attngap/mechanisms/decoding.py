@@ -8,6 +8,7 @@ from torch import Tensor
 from attngap.mechanisms.base import State
 from attngap.mechanisms.calls import call_parameters, call_setting, parameters_of
 from attngap.mechanisms.feature_maps import Nothing, Prototype
+from attngap.mechanisms.held import rows_of
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.ops import native
@@ -29,10 +30,12 @@ class Decoder:
         place: Int[Tensor, " h"],
         position: Int[Tensor, " b"],
         rotary: Angles | None,
+        heads: Int[Tensor, " n"] | None = None,
     ):
         self.options, self.state, self.position = _options(mechanism), state, position
         parameters = call_parameters(mechanism)
-        self.call = TokenCall(state, call_setting(mechanism, rotary), place, parameters, position)
+        setting, rows = call_setting(mechanism, rotary), None if heads is None else rows_of(heads, mechanism.kv_heads)
+        self.call = TokenCall(state, setting, place, parameters, position, mechanism.kv_heads, rows)
         self.angles = self.call.setting.turned > 0
         self.masked = False
         self.sources = (state, mechanism.feature_map._parameters, mechanism._parameters) if parameters else (state,)
@@ -72,9 +75,17 @@ class Decoder:
 
 
 def decoder(
-    mechanism: Hybrid, state: State, place: Int[Tensor, " h"], position: Int[Tensor, " b"], rotary: Angles | None
+    mechanism: Hybrid,
+    state: State,
+    place: Int[Tensor, " h"],
+    position: Int[Tensor, " b"],
+    rotary: Angles | None,
+    heads: Int[Tensor, " n"] | None = None,
 ) -> Decoder | None:
-    """None where the features have no compiled form, or memory does not lie as it must."""
+    """None where the features have no compiled form, or memory does not lie as it must.
+
+    `heads` are the key heads that the state is of, where it is not of all.
+    """
     if type(mechanism.feature_map) not in (Prototype, Nothing):
         return None
     if mechanism.rotary is not None and (rotary is None or rotary[0].dtype != state["S"].dtype):
@@ -84,7 +95,7 @@ def decoder(
         return None
     if not all(x.is_contiguous() for x in (*tensors, state["count"], position)):
         return None
-    return Decoder(mechanism, state, place, position, rotary)
+    return Decoder(mechanism, state, place, position, rotary, heads)
 
 
 def _options(mechanism: Hybrid) -> tuple[Any, ...]:

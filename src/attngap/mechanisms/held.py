@@ -7,7 +7,8 @@ computed when it does, from the key and from the cos and sin that turned it, whi
     cos, sin            (b, window + 1, pairs), where positions are turned back: token p in row p % (window + 1), so
                         that a token does not overwrite what the one that leaves still needs
 
-Other mechanisms have nothing to leave out.
+Key heads that only kept heads read need no state at all: where `heads` are given, it is of these key heads alone. Other
+mechanisms have nothing to leave out.
 """
 
 import torch
@@ -22,10 +23,15 @@ from attngap.ops.check import accumulate_dtype
 from attngap.ops.hybrid import KeptHeads, decode_step
 
 RINGS = ("cos", "sin")
+Heads = Int[Tensor, " n"] | None  # key heads that have a state; None for all
 
 
 def begin(
-    mechanism: Hybrid, k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"], rotary: Angles | None
+    mechanism: Hybrid,
+    k: Float[Tensor, "b h_kv t d"],
+    v: Float[Tensor, "b h_kv t dv"],
+    rotary: Angles | None,
+    heads: Heads = None,
 ) -> State:
     """What to keep of the first tokens of unpadded sequences, none of which has left the window."""
     room = (0, 0, 0, mechanism.sinks + mechanism.window - k.shape[2])
@@ -37,7 +43,7 @@ def begin(
         "z": k.new_zeros(*k.shape[:2], r, dtype=dtype),
         "count": k.new_full((len(k),), k.shape[2], dtype=torch.long),
     }
-    return hold(mechanism, state, rotary)
+    return hold(mechanism, state, rotary, heads=heads)
 
 
 def hold(
@@ -47,11 +53,14 @@ def hold(
     *,
     before: State | None = None,
     real: Bool[Tensor, "b t"] | None = None,
+    heads: Heads = None,
 ) -> State:
     """What to keep of the state after tokens that `rotary` turned; `before` is what was held before them."""
     if not isinstance(mechanism, Hybrid):
         return state
     held = {name: x for name, x in state.items() if name != "fk"}
+    if heads is not None:
+        held |= {name: x[:, heads] for name, x in held.items() if name != "count"}
     if mechanism.rotary is None:
         return held
     assert rotary is not None, "features of turned-back keys were computed from it"
@@ -61,10 +70,11 @@ def hold(
     return held
 
 
-def release(mechanism: Mechanism, held: State) -> State:
-    """The state with the features of its window, as the mechanism goes on from it."""
+def release(mechanism: Mechanism, held: State, heads: Heads = None) -> State:
+    """The state with the features of its window, as the mechanism goes on from it; zeros where nothing is held."""
     if not isinstance(mechanism, Hybrid):
         return held
+    held = _spread(mechanism, held, heads)
     window, sinks = mechanism.window, mechanism.sinks
     slot = torch.arange(window, device=held["k"].device)
     turns = (held["count"][:, None] - 1 - sinks - slot).div(window, rounding_mode="floor")  # since a slot was filled
@@ -79,9 +89,11 @@ def token_step(
     held: State,
     rotary: Angles | None,
     kept: KeptHeads | None,
+    heads: Heads = None,
 ) -> Float[Tensor, "b h 1 dv"]:
     """One token of all heads, those that are kept exact by their cache; what is held is overwritten."""
     window, sinks, count = mechanism.window, mechanism.sinks, held["count"]
+    before, held = held, _spread(mechanism, held, heads)
     slot = sinks + (count - sinks).clamp(min=0) % window
     leaves = held["k"].gather(2, slot[:, None, None, None].expand(-1, *held["k"].shape[1:2], 1, mechanism.dim))
     leaving = _features(mechanism, held, leaves, (count - window).clamp(min=0)[:, None])
@@ -97,8 +109,15 @@ def token_step(
         real=None if streams.mask is None else streams.mask[:, 0],
         kept=kept,
     )
-    held |= hold(mechanism, state, rotary, before=held, real=streams.mask)
+    before |= hold(mechanism, state, rotary, before=held, real=streams.mask, heads=heads)
     return out
+
+
+def rows_of(heads: Int[Tensor, " n"], kv_heads: int) -> Int[Tensor, " h_kv"]:
+    """Where in a state of these key heads each is, -1 for the others."""
+    rows = torch.full((kv_heads,), -1, device=heads.device)
+    rows[heads] = torch.arange(len(heads), device=heads.device)
+    return rows
 
 
 def held_floats(mechanism: Mechanism, t: int, pairs: int) -> int:
@@ -108,6 +127,18 @@ def held_floats(mechanism: Mechanism, t: int, pairs: int) -> int:
         return floats
     window = mechanism.window
     return floats - mechanism.kv_heads * window * mechanism.feature_map.width + 2 * (window + 1) * pairs
+
+
+def _spread(mechanism: Hybrid, held: State, heads: Heads) -> State:
+    """What is held of some key heads as that of all."""
+    if heads is None:
+        return held
+    whole = {
+        name: x.new_zeros(len(x), mechanism.kv_heads, *x.shape[2:]).index_copy(1, heads, x)
+        for name, x in held.items()
+        if name not in ("count", *RINGS)
+    }
+    return held | whole
 
 
 def _features(

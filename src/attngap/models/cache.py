@@ -8,7 +8,7 @@ compressed form and expand it (DeepSeek's latent keys) work too.
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -55,7 +55,7 @@ class _Beginning:
 
 
 class MixedLayer(CacheLayerMixin):
-    """Bounded memory for replaced heads; `groups` are the key heads whose full cache some kept head still reads."""
+    """Bounded memory for replaced heads, beside the full cache of the key heads that some kept head still reads."""
 
     is_sliding = False
     supports_early_init = False
@@ -63,11 +63,12 @@ class MixedLayer(CacheLayerMixin):
     values: Any = _Beginning()
     count: Any  # (b,) real tokens seen, padding left out
 
-    def __init__(self, groups: Int[Tensor, " g"], layer: int = 0):
+    def __init__(self, groups: Int[Tensor, " g"], layer: int = 0, heads: Int[Tensor, " n"] | None = None):
+        """`groups` are the key heads whose full cache some kept head reads; `heads` have a state, None for all."""
         self.room: dict[str, Tensor] = {}  # what keys and values are the beginning of
         self.held = 0  # tokens of it
         super().__init__()
-        self.groups, self.layer = groups, layer
+        self.groups, self.layer, self.heads = groups, layer, heads
         self.state: State | None = None
         self.count = None
         self.seen = 0  # tokens seen, padding included
@@ -82,6 +83,7 @@ class MixedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.groups = self.groups.to(self.device)
+        self.heads = None if self.heads is None else self.heads.to(self.device)
         self.count = torch.zeros(len(key_states), dtype=torch.long, device=self.device)
         self.is_initialized = True
 
@@ -144,7 +146,7 @@ class MixedLayer(CacheLayerMixin):
     def _advance(self, step: "_Step") -> Tensor:
         mechanism, tokens = step.mechanism, (step.q, step.k, step.v)
         given = {"mask": step.real, "rotary": step.rotary}
-        state = None if self.state is None else release(mechanism, self.state)
+        state = None if self.state is None else release(mechanism, self.state, self.heads)
         found = read_piece(mechanism, *tokens, state=state, start=self.count, **given, skipped=step.skipped)
         if found is not None:
             out, after = found
@@ -153,7 +155,7 @@ class MixedLayer(CacheLayerMixin):
         else:
             streams = mechanism.read(None, *tokens, start=self.count, **given)
             out, after = mechanism.advance(streams, state)
-        self.state = hold(mechanism, after, step.rotary, before=self.state, real=step.real)
+        self.state = hold(mechanism, after, step.rotary, before=self.state, real=step.real, heads=self.heads)
         self.passed(step.real, step.length)
         return out
 
@@ -300,8 +302,8 @@ class MixedLayerBesideState(LinearAttentionLayer, MixedLayer):
     is_compileable = False
     is_croppable = False  # pyright: ignore[reportAssignmentType]
 
-    def __init__(self, groups: Int[Tensor, " g"], layer: int, states: int):
-        MixedLayer.__init__(self, groups, layer)
+    def __init__(self, groups: Int[Tensor, " g"], layer: int, heads: Int[Tensor, " n"] | None, states: int):
+        MixedLayer.__init__(self, groups, layer, heads)
         LinearAttentionLayer.__init__(self, number_of_states=states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -361,13 +363,18 @@ def forget_pending() -> None:
     _HERE.layer = None
 
 
-def install(cache: Cache, groups: dict[int, tuple[int, Int[Tensor, " g"]]]) -> None:
-    """Give a cache that is still empty a mixed layer wherever heads were replaced.
+class Place(NamedTuple):
+    """What a layer of the cache is for: see `MixedLayer`."""
 
-    `groups` by the cache's own index: the layer, and the key heads that some kept head reads.
-    """
+    layer: int
+    groups: Int[Tensor, " g"]
+    heads: Int[Tensor, " n"] | None
+
+
+def install(cache: Cache, places: dict[int, Place]) -> None:
+    """Give a cache that is still empty a mixed layer wherever heads were replaced, by the cache's own index."""
     cache = own_cache(cache)
-    if all(index < len(cache.layers) and isinstance(cache.layers[index], MixedLayer) for index in groups):
+    if all(index < len(cache.layers) and isinstance(cache.layers[index], MixedLayer) for index in places):
         return
     if type(cache) is not DynamicCache or tokens_in(cache):
         raise AttngapError(
@@ -380,14 +387,14 @@ def install(cache: Cache, groups: dict[int, tuple[int, Int[Tensor, " g"]]]) -> N
             "A converted model keeps its cache where it computes, and cannot offload it: its states are small. "
             "Leave cache_implementation unset"
         )
-    for index, (layer, kept) in groups.items():
+    for index, (layer, kept, heads) in places.items():
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
         before = cache.layers[index]
         if isinstance(before, LinearAttentionAndFullAttentionLayer):
-            cache.layers[index] = MixedLayerBesideState(kept, layer, before.number_of_states)
+            cache.layers[index] = MixedLayerBesideState(kept, layer, heads, before.number_of_states)
         else:
-            cache.layers[index] = MixedLayer(kept, layer)
+            cache.layers[index] = MixedLayer(kept, layer, heads)
 
 
 def fill(cache: Cache, context: int, generator: torch.Generator) -> None:

@@ -31,6 +31,7 @@ class MixedHeads(nn.Module):
     groups: Tensor  # key heads that some kept head reads
     place: Tensor  # where among these each head's keys are, -1 for heads that are not kept
     kept: Tensor  # 1 for heads that are, 0 for others
+    states: Tensor  # key heads that some replaced head reads
 
     def __init__(self, layer: int, mechanism: Mechanism, keep: Iterable[int], cache: int | None = None):
         super().__init__()
@@ -45,6 +46,8 @@ class MixedHeads(nn.Module):
         place = [groups.index(head // group) if head in heads else -1 for head in range(mechanism.heads)]
         self.register_buffer("place", torch.tensor(place, dtype=torch.long), persistent=False)
         self.register_buffer("kept", (self.place >= 0).long(), persistent=False)
+        states = sorted({head // group for head in range(mechanism.heads) if head not in heads})
+        self.register_buffer("states", torch.tensor(states, dtype=torch.long), persistent=False)
 
     def forward(
         self,
@@ -102,7 +105,7 @@ class MixedHeads(nn.Module):
         out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
         attend_into(out, q, k, v, torch.arange(h) // (h // k.shape[1]), scale=scale)
         if cache is not None:
-            cache.state = begin(mechanism, k, v, rotary)
+            cache.state = begin(mechanism, k, v, rotary, cache.heads)
             cache.passed(None, t)
             if self.readers:
                 cache.append(k, v)
@@ -185,7 +188,7 @@ class MixedHeads(nn.Module):
         assert isinstance(mechanism, Hybrid)
         assert state is not None
         if cache.decoder is None or not cache.decoder.fits(mechanism, state, cache.count):
-            cache.decoder = decoder(mechanism, state, place, cache.count, rotary)
+            cache.decoder = decoder(mechanism, state, place, cache.count, rotary, cache.heads)
         return cache.decoder
 
     def _decodes(self, cache: MixedLayer, q: Tensor, scale: float | None) -> bool:
@@ -212,9 +215,15 @@ class MixedHeads(nn.Module):
         streams = self.mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
         may = None if mask is None else readable(mask)[:, 0, 0]
         kept = KeptHeads(self.place, *cache.append(k, v), may) if self.readers else None
-        out = token_step(self.mechanism, streams, cache.state, rotary, kept)
+        out = token_step(self.mechanism, streams, cache.state, rotary, kept, cache.heads)
         cache.passed(real, 1)
         return out
+
+    @property
+    def held(self) -> Tensor | None:
+        """The key heads that a cache needs a state of, None for all: a mechanism on its own has no others."""
+        some = isinstance(self.mechanism, Hybrid) and 0 < len(self.states) < self.mechanism.kv_heads
+        return self.states if some else None
 
     @property
     def dtype(self) -> torch.dtype:

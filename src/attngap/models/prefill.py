@@ -67,7 +67,7 @@ def hand_over(
     layer.lazy_initialization(k, v)
     layer.append(k, v)
     state = part.mechanism.state_after(k.to(part.dtype), v.to(part.dtype), rotary)
-    layer.state = hold(part.mechanism, state, rotary)
+    layer.state = hold(part.mechanism, state, rotary, heads=layer.heads)
     layer.seen = k.shape[2]
     layer.passed(None, layer.seen)
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.models.angles import angles_of, note_angles
-from attngap.models.cache import forget_pending, install
+from attngap.models.cache import Place, forget_pending, install
 from attngap.models.capture import NAME as CAPTURED
 from attngap.models.capture import attention_configs
 from attngap.models.compat import (
@@ -128,7 +128,7 @@ class GiveCache:
 
     def __init__(self, model: PreTrainedModel):
         self.names = list(inspect.signature(model.forward).parameters)  # looked up once: every token comes by here
-        self.groups = dict(_cache_groups(model))
+        self.places = dict(_cache_places(model))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         config: Any = module.config
@@ -137,7 +137,7 @@ class GiveCache:
                 f"This model was converted by attngap, and its config now asks for {attention_of(config)!r} attention, "
                 "which would undo that. Load the original for another attention"
             )
-        if not self.groups:
+        if not self.places:
             return None
         forget_pending()
         given = dict(zip(self.names, args, strict=False)) | kwargs
@@ -147,14 +147,14 @@ class GiveCache:
         if cache is None and wanted and not module.training:
             cache = given["past_key_values"] = _plain_cache(config)
         if cache is not None:
-            install(cache, self.groups)
+            install(cache, self.places)
         return (), given
 
 
 def empty_cache(model: PreTrainedModel) -> Any:
     """What a converted model fills."""
     cache = _plain_cache(model.config)
-    install(cache, dict(_cache_groups(model)))
+    install(cache, dict(_cache_places(model)))
     return cache
 
 
@@ -163,7 +163,7 @@ def _plain_cache(config: Any) -> Any:
     return EncoderDecoderCache(cache, DynamicCache(config=config)) if config.is_encoder_decoder else cache
 
 
-def _cache_groups(model: nn.Module) -> Iterator[tuple[int, tuple[int, Tensor]]]:
+def _cache_places(model: nn.Module) -> Iterator[tuple[int, Place]]:
     for part in model.modules():
         if isinstance(part, MixedHeads) and part.cache is not None:
-            yield part.cache, (part.layer, part.groups)
+            yield part.cache, Place(part.layer, part.groups, part.held)

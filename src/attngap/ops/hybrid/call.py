@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from attngap.errors import AttngapError
@@ -29,12 +30,18 @@ class TokenCall(CallTable):
         place: Tensor,
         parameters: Mapping[str, Tensor] | None = None,
         position: Tensor | None = None,
+        kv_heads: int | None = None,
+        held: Tensor | None = None,
     ):
+        """`held` (h_kv,) int64 says where in the state a key head is, -1 for key heads that only kept heads read."""
         from attngap.ops.hybrid.kernels_decode import decode
 
-        (b, kv, r, dv), d, window = state["S"].shape, state["k"].shape[3], setting.window
-        slots = setting.sinks + window
-        super().__init__(state["S"].dtype, shapes_of(b, len(place), kv, 1, d, dv, r, slots, window))
+        (b, states, r, dv), d, window = state["S"].shape, state["k"].shape[3], setting.window
+        slots, kv = setting.sinks + window, states if kv_heads is None else kv_heads
+        shapes = shapes_of(b, len(place), kv, 1, d, dv, r, slots, window)
+        for name in ("state_k", "state_v", "state_fk", "S", "z"):
+            shapes[name] = (b, states, *shapes[name][2:])
+        super().__init__(state["S"].dtype, shapes)
         self.kernel, tables = decode, self.tables
         self.q_at, self.k_at, self.v_at, self.out_at = (self.places[name] for name in ("q", "k", "v", "out"))
         self.state, self.setting, self.place = state, setting, place.contiguous()
@@ -51,7 +58,8 @@ class TokenCall(CallTable):
         rings |= {f"state_{name}": state[name][:, None] for name in ("cos", "sin") if name in state}
         for name, x in (rings | {"S": state["S"], "z": state["z"][..., None]} | dict(parameters or {})).items():
             self.put(name, x)
-        self.put_setting(setting, count=state["count"], position=self.position, place=self.place)
+        given = {} if held is None else {"held": _checked(held, kv, states)}
+        self.put_setting(setting, count=state["count"], position=self.position, place=self.place, **given)
         self.table[tables.ROOM_AT :] = self.scratch.room
         self.appends, self.moves, self.status = (
             tables.WORDS_AT + getattr(tables.IN, name) for name in ("appends", "moves", "status")
@@ -152,3 +160,11 @@ class TokenCall(CallTable):
         given = {name: self.held.get(name) for name in ("fq", "fk", "gain")}
         check_finite({"out": out}, {"q": q, "k": k, "v": v, **given})
         return out
+
+
+def _checked(held: Tensor, kv_heads: int, states: int) -> Tensor:
+    if held.shape != (kv_heads,) or held.dtype != torch.long or int(held.max()) >= states:
+        raise AttngapError(
+            f"held must be {kv_heads} int64 below the {states} heads of the state, got {held.tolist()} as {held.dtype}"
+        )
+    return held.contiguous()

@@ -55,6 +55,7 @@ class Words(NamedTuple):
     count: int  # address of (b,) int64: tokens in the state before this one
     position: int  # address of (b,) int64: the position that features see
     place: int  # address of (h,) int64: where in the cache a head's keys are, -1 for heads that are not kept
+    held: int  # address of (h_kv,) int64: where in the state a key head is, -1 for none; 0: all in order
     window: int
     sinks: int
     relative: int
@@ -94,7 +95,7 @@ class Room(NamedTuple):
     guard: int
 
 
-AT, IN, ROOM = Tensors._make(range(28)), Words._make(range(19)), Room._make(range(16))
+AT, IN, ROOM = Tensors._make(range(28)), Words._make(range(20)), Room._make(range(16))
 WORDS_AT = FIELDS * len(AT)
 ROOM_AT = WORDS_AT + len(IN)
 LENGTH = ROOM_AT + len(ROOM)
@@ -131,6 +132,13 @@ def width(table, place):
 @kernel
 def word(table, place):
     return get(table + 8 * (WORDS_AT + place), WORD)
+
+
+@kernel
+def held_head(table, kv):
+    """Where in the state a key head is; negative where it has none."""
+    at = word(table, IN.held)
+    return get(at + 8 * kv, WORD) if at != 0 else WORD + kv
 
 
 @kernel

@@ -24,6 +24,7 @@ from attngap.ops.hybrid.kernels_call import (
     WORD,
     WORDS_AT,
     field,
+    held_head,
     tensor,
     there,
     value,
@@ -83,31 +84,31 @@ def push(table, scratch, b, kv, count, zero):
     """The new token takes its slot; the one that had it joins the sums."""
     window, sinks, size = word(table, IN.window), word(table, IN.sinks), size_of(zero)
     K, V, F = tensor(table, AT.state_k), tensor(table, AT.state_v), tensor(table, AT.state_fk)
-    full = sinks + window
+    full, held = sinks + window, held_head(table, kv)
     slot = count if count < full else sinks + (count - sinks) % window
     buffer = field(table, scratch, ROOM.result)
     if count >= full:
         S, z = tensor(table, AT.S), tensor(table, AT.z)
-        left = find(field(table, scratch, ROOM.row), V, b, kv, slot, zero)
+        left = find(field(table, scratch, ROOM.row), V, b, held, slot, zero)
         vp = padded(V.width, size)
         features, by = field(table, scratch, ROOM.fk), size
         if there(table, AT.state_fk):
-            features, by = row(F, b, kv, slot - sinks), F.by_column
+            features, by = row(F, b, held, slot - sinks), F.by_column
         for c in range(S.length):
             feature = get(features + c * by, zero)
             if feature != zero:
-                sums = find(buffer, S, b, kv, c, zero)
+                sums = find(buffer, S, b, held, c, zero)
                 add(sums, feature, left, vp, zero)
                 if sums == buffer:
-                    set_row(S, b, kv, c, buffer, number(1, zero), zero)
-            place = row(z, b, kv, c)
+                    set_row(S, b, held, c, buffer, number(1, zero), zero)
+            place = row(z, b, held, c)
             put(place, get(place, zero) + feature)
     load_row(buffer, tensor(table, AT.k), b, kv, 0, zero)
-    set_row(K, b, kv, slot, buffer, number(1, zero), zero)
+    set_row(K, b, held, slot, buffer, number(1, zero), zero)
     load_row(buffer, tensor(table, AT.v), b, kv, 0, zero)
-    set_row(V, b, kv, slot, buffer, number(1, zero), zero)
+    set_row(V, b, held, slot, buffer, number(1, zero), zero)
     if slot >= sinks and there(table, AT.state_fk):
-        set_row(F, b, kv, slot - sinks, field(table, scratch, ROOM.fk), number(1, zero), zero)
+        set_row(F, b, held, slot - sinks, field(table, scratch, ROOM.fk), number(1, zero), zero)
 
 
 @called_kernel
@@ -201,7 +202,7 @@ def read_rows(table, scratch, keys, values, b, place, count, masked, heads, zero
 
 
 @called_kernel
-def far_part(table, scratch, b, kv, head, h, zero):
+def far_part(table, scratch, b, held, head, h, zero):
     """Features of a head into row h of `fq`, times what they weigh beside what it has read near."""
     size, z = size_of(zero), tensor(table, AT.z)
     fp, vp = padded(z.length, size), padded(width(table, AT.v), size)
@@ -212,7 +213,7 @@ def far_part(table, scratch, b, kv, head, h, zero):
     else:
         load_row(fq, tensor(table, AT.fq), b, head, 0, zero)
     for c in range(z.length):
-        mass += get(fq + c * size, zero) * get(row(z, b, kv, c), zero)
+        mass += get(fq + c * size, zero) * get(row(z, b, held, c), zero)
     gain = query_gain(table, scratch, b, head, zero)
     top, norm = field(table, scratch, ROOM.top) + h * size, field(table, scratch, ROOM.norm) + h * size
     unit, lift = combine(get(top, zero), gain + get(top, zero) if word(table, IN.relative) else gain, mass, zero)
@@ -224,13 +225,13 @@ def far_part(table, scratch, b, kv, head, h, zero):
 
 
 @called_kernel
-def read_sums(table, scratch, b, kv, zero):
+def read_sums(table, scratch, b, held, zero):
     """What the features of the heads read of S joins `result`."""
     S, size = tensor(table, AT.S), size_of(zero)
     for start in range(0, S.length, BLOCK):
         weights = field(table, scratch, ROOM.fq) + start * size
         some = min(BLOCK, S.length - start)
-        add_weighted(table, scratch, weights, padded(S.length, size), S, b, kv, start, some, zero)
+        add_weighted(table, scratch, weights, padded(S.length, size), S, b, held, start, some, zero)
 
 
 @called_kernel
@@ -271,15 +272,17 @@ def kept_heads(table, first, heads):
 def read_heads(table, scratch, b, kv, first, heads, count, zero):
     """The outputs of up to HEADS heads that share a key head; `count` tokens are in the state, this one included."""
     place, kept = kept_heads(table, first, heads)
+    held = held_head(table, kv)
     load_queries(table, scratch, b, first, heads, zero)
-    if kept < heads:
+    if kept < heads and held >= 0:
         full = word(table, IN.sinks) + word(table, IN.window)
         near = min(count, full)
-        read_rows(table, scratch, tensor(table, AT.state_k), tensor(table, AT.state_v), b, kv, near, False, heads, zero)
+        keys, values = tensor(table, AT.state_k), tensor(table, AT.state_v)
+        read_rows(table, scratch, keys, values, b, held, near, False, heads, zero)
         if there(table, AT.fq) or (computed(table) and count > full):  # else nothing is far
             for h in range(heads):
-                far_part(table, scratch, b, kv, first + h, h, zero)
-            read_sums(table, scratch, b, kv, zero)
+                far_part(table, scratch, b, held, first + h, h, zero)
+            read_sums(table, scratch, b, held, zero)
         for h in range(heads):
             if get(word(table, IN.place) + 8 * (first + h), WORD) < 0:
                 write_out(table, scratch, b, first + h, h, zero)
@@ -315,12 +318,13 @@ def new_features(table, scratch, b, kv, count, zero):
     position = get(word(table, IN.position) + 8 * b, WORD)
     if there(table, AT.state_fk):
         load_angles(table, scratch, b, zero)
-        key_features(table, scratch, tensor(table, AT.k), b, kv, 0, position, zero)
+        key_features(table, scratch, tensor(table, AT.k), b, kv, 0, kv, position, zero)
         return
     if count >= sinks + window:
         load_old_angles(table, scratch, b, count - window, zero)
         slot = sinks + (count - sinks) % window
-        key_features(table, scratch, tensor(table, AT.state_k), b, kv, slot, position - window, zero)
+        keys, held = tensor(table, AT.state_k), held_head(table, kv)
+        key_features(table, scratch, keys, b, held, slot, kv, position - window, zero)
     load_angles(table, scratch, b, zero)
     load_fading(table, scratch, kv, position, zero)
 
@@ -390,7 +394,7 @@ def decode(table, zero, scratch, first_lane, last_lane):
             append(table, scratch, b, kv, place, zero)
         if real and kv == 0 and there(table, AT.state_cos):
             keep_angles(table, b, count, zero)
-        if real and kept < group:  # nobody reads the state of a key head all of whose heads are kept
+        if real and kept < group and held_head(table, kv) >= 0:  # else nobody reads its state
             new_features(table, scratch, b, kv, count, zero)
             push(table, scratch, b, kv, count, zero)
         for first in range(kv * group, (kv + 1) * group, HEADS):

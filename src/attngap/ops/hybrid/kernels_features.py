@@ -107,11 +107,11 @@ def load_parameters(table, scratch, x, head, zero):
 
 
 @called_kernel
-def key_features(table, scratch, keys, b, kv, at, position, zero):
-    """exp(k P + b + fading) into `fk`, of row `at` of the keys."""
+def key_features(table, scratch, keys, b, head, at, kv, position, zero):
+    """exp(k P + b + fading) into `fk`, of row `at` of the keys, whose `head` is key head `kv` of the layer."""
     out, fp = field(table, scratch, ROOM.fk), padded(width(table, AT.key_weight), size_of(zero))
     load_fading(table, scratch, kv, position, zero)
-    turn_back(table, scratch, keys, b, kv, at, zero)
+    turn_back(table, scratch, keys, b, head, at, zero)
     project(out, field(table, scratch, ROOM.content), tensor(table, AT.key_weight), kv, zero)
     bias = load_parameters(table, scratch, tensor(table, AT.key_bias), kv, zero)
     most, fading = splat(value(table, IN.largest_size, zero)), field(table, scratch, ROOM.fading)
