@@ -81,6 +81,19 @@ def test_a_converted_folder_is_measured_beside_its_original(folder):
         taken = record["milliseconds"]
         assert record["times_as_fast"] == pytest.approx(taken["original"] / taken["converted"])
     assert decode["cache_mb"].keys() == {"original", "converted", module.COMPILED}
+    assert "times_as_fast_at_most" not in decode
+    for record in prompts:
+        taken = record["milliseconds"]
+        assert taken.keys() == {"original", "converted", module.COMPILED, "without attention"}
+        assert record["times_as_fast_at_most"] == pytest.approx(taken["original"] / taken["without attention"])
+
+
+def test_the_table_of_a_folder_fits_and_says_what_could_be_gained_at_most(folder):
+    done = RUNNER.invoke(app, ["bench", str(folder), "--contexts", "40", "--prompts", "30"])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "at most" in done.stdout
+    assert "No attention could" in " ".join(done.stdout.split())
 
 
 def test_what_is_no_converted_folder_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attngap.models.products import Product, compile_products, plain_products
+from attngap.models.products import Product, compile_products, plain_products, quick_products
 from attngap.models.swap import swap
 from attngap.models.twin import undone
 from attngap.ops import native
@@ -133,3 +133,37 @@ def test_converted_models_have_them_and_originals_do_not(taken):
 def test_without_replaced_heads_nothing_is_compiled():
     found = swap(tiny(), {})
     assert not any(isinstance(vars(part).get("forward"), Product) for part in found.modules())
+
+
+def products(model: nn.Module) -> int:
+    return sum(isinstance(vars(part).get("forward"), Product) for part in model.modules())
+
+
+def test_a_model_multiplies_quickly_for_a_while():
+    model = tiny()
+    tokens = torch.randint(5, 60, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(tokens).logits
+        with quick_products(model):
+            assert products(model)
+            torch.testing.assert_close(model(tokens).logits, before, atol=1e-4, rtol=1e-4)
+            with quick_products(model):
+                pass
+            assert products(model), "an inner use ended the outer one"
+        assert not products(model)
+        assert torch.equal(model(tokens).logits, before)
+
+
+def test_what_multiplied_quickly_before_does_so_afterwards(layers):
+    count = products(layers)
+    with pytest.raises(RuntimeError), quick_products(layers):
+        raise RuntimeError
+    assert products(layers) == count > 0
+
+
+def test_gradients_through_frozen_layers_are_torchs_within_rounding(layers):
+    layers.requires_grad_(False)
+    x = torch.randn(1, 20, 32, requires_grad=True)
+    (found,) = torch.autograd.grad(layers(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(plain(layers, x).square().sum(), x)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

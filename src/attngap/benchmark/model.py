@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from attngap.models.cache import cache_bytes, fill
+from attngap.benchmark.bound import without_attention
+from attngap.models.cache import cache_bytes
 from attngap.models.placement import device_of, synchronize
+from attngap.models.pretended import PretendedCaches, reach
 
-PROMPT = 320  # tokens read for real before decoding, more than sinks and window; the other keys are random
+BOUND = "without attention"  # all of the original but that
 DECODED = 12  # tokens timed
 REPEATS = 3  # of a prompt
 PATIENCE = 20.0  # seconds: a prompt that takes longer is read once
@@ -26,14 +28,20 @@ Record = dict[str, Any]
 def model_speeds(models: Models, contexts: Sequence[int], prompts: Sequence[int]) -> Iterator[tuple[str, Record]]:
     """(what was measured, its record): the read of the weights, every context, every prompt.
 
-    Models beside the original and the converted one decode only.
+    Prompts are read by the original without its attention too: what that takes, with the linear layers that a converted
+    model has, is the least that any attention could come to. Lengths beyond a model's positions, where these end, are
+    left out.
     """
-    yield "weights", reading(models["original"])
-    for context in contexts:
-        yield f"decode at {context}", decoding(models, context)
-    both = {name: models[name] for name in ("original", "converted")}
-    for length in prompts:
-        yield f"prompt of {length}", prefill(both, length)
+    original = models["original"]
+    yield "weights", reading(original)
+    caches = {name: PretendedCaches(model) for name, model in models.items()}
+    for context in (each for each in contexts if each + DECODED <= reach(original)):
+        yield f"decode at {context}", decoding(caches, context)
+    prompts = [each for each in prompts if each <= reach(original)]
+    if prompts:
+        readers = {**models, BOUND: without_attention(original)}
+        for length in prompts:
+            yield f"prompt of {length}", prefill(readers, length)
 
 
 def reading(model: PreTrainedModel) -> Record:
@@ -45,20 +53,16 @@ def reading(model: PreTrainedModel) -> Record:
 
 
 @torch.no_grad()
-def decoding(models: Models, context: int) -> Record:
-    """One more token after `context` others. How fast it is does not depend on what the older keys are."""
-    caches = {}
-    for name, model in models.items():
-        caches[name] = DynamicCache(config=model.config)
-        prompt = torch.ones(1, min(PROMPT, context), dtype=torch.long, device=device_of(model))
-        model(prompt, past_key_values=caches[name], use_cache=True)
-        fill(caches[name], context, torch.Generator().manual_seed(0))
+def decoding(pretended: Mapping[str, PretendedCaches], context: int) -> Record:
+    """One more token after `context` others, for every model whose caches these are."""
+    caches = {name: each.of(context) for name, each in pretended.items()}
     held = {name: cache_bytes(cache) / 1e6 for name, cache in caches.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in caches}
     for i in range(DECODED):
-        for name, model in models.items():
+        for name, cache in caches.items():
+            model = pretended[name].model
             device = device_of(model)
-            given: dict[str, Any] = {"past_key_values": caches[name], "use_cache": True}
+            given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
             given |= {"position_ids": torch.tensor([[context + i]], device=device)}
             given |= {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}
             times[name].append(_timed(lambda m=model, g=given: m(**g), device))
@@ -95,10 +99,12 @@ def _timed(call: Callable[[], Any], device: torch.device | None = None) -> tuple
 
 
 def _least(times: Mapping[str, list[tuple[float, float]]]) -> Record:
-    """The least of each, and how many times as fast the converted model is."""
+    """The least of each, how many times as fast the converted model is, and how many times any could be."""
     found: Record = {}
     for i, prefix in enumerate(("", "processor_")):
         least = {name: min(row[i] for row in rows) for name, rows in times.items()}
         found[f"{prefix}milliseconds"] = least
         found[f"{prefix}times_as_fast"] = least["original"] / least["converted"]
+        if BOUND in least:
+            found[f"{prefix}times_as_fast_at_most"] = least["original"] / least[BOUND]
     return found

@@ -31,11 +31,13 @@ from attngap.heads.replacement import window_only
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.mixed import MixedHeads, mixed_heads
+from attngap.models.products import quick_products
 from attngap.models.save import conversion_of, weights_hash
 from attngap.models.swap import swap
 from attngap.provenance import provenance
 
 SHORTEST = 1024  # tokens at which parts are measured: text, facts and questions take half of that
+NEAR_LENGTH = 2048  # the form without a window is measured up to here: it is of no use at any length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +105,14 @@ def measure(
     *,
     context: int,
 ) -> Figures:
-    """Quality of the original, the converted model and the baselines; speed of the first two.
+    """Quality of the original, the converted model and the baselines; speed of the first two, the original as it is.
 
     A part that fails is left out and noted: what was fitted for an hour must not be lost to a figure about it.
     """
     pair, notes = {ORIGINAL: original, CONVERTED: converted}, []
     quality: dict[str, Quality] = {}
     speed: dict[str, list[Speed]] = {}
-    with _noting("quality", notes):
+    with quick_products(original), _noting("quality", notes):
         models = pair | (baselines(original, converted, seed=measures.seed) if measures.baselines else {})
         tokens = _passages(tokenizer, text, measures, context)
         quality = on_text(models, tokens, is_language_model=predicts_next(original))
@@ -120,9 +122,10 @@ def measure(
     parts = parts_of(original, converted, baselines=measures.baselines)
     rows: list[AtLength] = []
     for length in _reachable(original, measures.by_length) if predicts_next(original) else ():
-        with _noting(f"quality at {length:,} tokens", notes):
+        with quick_products(original), _noting(f"quality at {length:,} tokens", notes):
             read = text if measures.text is None else measures.text
-            rows += at_length(parts, tokenizer, read, length, repetition=measures.repetition)
+            measured = {name: model for name, model in parts.items() if name != WITHOUT_WINDOW or length <= NEAR_LENGTH}
+            rows += at_length(measured, tokenizer, read, length, repetition=measures.repetition)
     if predicts_next(original):
         with _noting("speed", notes):
             speed = speeds(pair, measures.contexts, prefill_up_to=measures.prefill_up_to)

@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from attngap.conversion.beginnings import guessed
 from attngap.conversion.calibration import seed_for
 from attngap.conversion.joint import divergence
 from attngap.heads.forward import outputs
@@ -85,7 +86,7 @@ def induction(
     for trial in range(trials):
         drawn = seed_for(seed, "receipt induction", trial)
         tokens, period = stress(tokenizer, context=context, seed=drawn, period=context // 2 - 1)
-        right += int(_guessed(model, tokens, period).sum())
+        right += int(guessed(model, [(tokens, period)])[0].sum())
         total += period
     return right / total
 
@@ -105,12 +106,13 @@ def needle(
     for length in lengths:
         hay = passages(tokenizer, text, context=length, count=trials, seed=seed, split="heldout")
         numbers = trials * (NUMBERS if length <= CHEAP else 1)
-        for depth in DEPTHS:
-            seeds = [seed_for(seed, "receipt needle", number) for number in range(numbers)]
-            hits = [
-                _recalled(model, *hide(tokenizer, hay[i % trials], depth, seed=drawn)) for i, drawn in enumerate(seeds)
-            ]
-            found[f"{length}@{depth:.1f}"] = sum(hits) / len(hits)
+        seeds = [seed_for(seed, "receipt needle", number) for number in range(numbers)]
+        asked = [
+            hide(tokenizer, hay[i % trials], depth, seed=drawn) for depth in DEPTHS for i, drawn in enumerate(seeds)
+        ]
+        hits = [float(each.float().mean()) for each in guessed(model, asked)]
+        for place, depth in enumerate(DEPTHS):
+            found[f"{length}@{depth:.1f}"] = sum(hits[place * numbers : (place + 1) * numbers]) / numbers
     return found
 
 
@@ -131,15 +133,6 @@ def hide(
     cut = int(len(body) * depth)
     whole = [*prefix, *body[:cut], *inserted, *body[cut:], *asked]
     return torch.tensor([whole]), len(number)
-
-
-def _recalled(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) -> float:
-    return float(_guessed(model, tokens, count).float().mean())
-
-
-def _guessed(model: PreTrainedModel, tokens: Int[Tensor, "1 t"], count: int) -> Bool[Tensor, " count"]:
-    """Which of the last tokens the model predicts. Logits of others, a fifth of the work, are left out if it can."""
-    return outputs(model, tokens, count + 1)[0, :-1].argmax(-1).cpu() == tokens[0, -count:]
 
 
 def recall(

@@ -3,17 +3,16 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from transformers import DynamicCache, PreTrainedModel
 
-from attngap.models.cache import cache_bytes, fill
+from attngap.models.cache import cache_bytes
 from attngap.models.placement import device_of, synchronize
+from attngap.models.pretended import PretendedCaches, reach
 
 DECODED = 12  # tokens timed, of which the median counts
-PROMPT = 320  # longer than sinks and window, so that features are read
 
 
 class Speed(BaseModel):
@@ -31,23 +30,18 @@ def speeds(
 ) -> dict[str, list[Speed]]:
     """Every model at every context it can reach, one after the other at each context so that they share conditions."""
     found: dict[str, list[Speed]] = {name: [] for name in models}
+    caches = {name: PretendedCaches(model) for name, model in models.items()}
     for context in contexts:
         for name, model in models.items():
-            if context <= reach(model):
-                found[name].append(speed(model, context, prefill=context <= prefill_up_to))
+            if context + DECODED <= reach(model):
+                found[name].append(speed(caches[name], context, prefill=context <= prefill_up_to))
     return found
 
 
-def reach(model: PreTrainedModel) -> int:
-    """The longest context the model can take at all: rotary positions go on, learned ones end."""
-    config: Any = model.config.get_text_config()
-    learned = getattr(config, "rope_parameters", None) is None
-    return getattr(config, "max_position_embeddings", 2**31) - DECODED if learned else 2**31
-
-
 @torch.no_grad()
-def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
-    """Decoding is timed on a cache whose older keys are random numbers: its speed does not depend on what they are."""
+def speed(caches: PretendedCaches, context: int, *, prefill: bool) -> Speed:
+    """Of the model whose caches these are: decoding, and a whole prompt where that is asked for."""
+    model = caches.model
     rate, device = None, device_of(model)
     if prefill:
         tokens = torch.randint(
@@ -57,7 +51,7 @@ def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
         model(tokens.to(device), past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
         synchronize(device)
         rate = context / (time.perf_counter() - start)
-    cache = filled(model, context)
+    cache = caches.of(context)
     held = cache_bytes(cache)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     times = []
@@ -68,12 +62,3 @@ def speed(model: PreTrainedModel, context: int, *, prefill: bool) -> Speed:
         synchronize(device)
         times.append(time.perf_counter() - start)
     return Speed(context=context, prefill=rate, decode=1 / statistics.median(times), cache_bytes=held)
-
-
-def filled(model: PreTrainedModel, context: int) -> DynamicCache:
-    """A cache of `context` tokens: a short prompt for real, the rest random keys and values."""
-    cache = DynamicCache(config=model.config)
-    prompt = torch.zeros(1, min(PROMPT, context), dtype=torch.long, device=device_of(model))
-    model(prompt, past_key_values=cache, use_cache=True)
-    fill(cache, context, torch.Generator().manual_seed(0))
-    return cache
