@@ -82,7 +82,7 @@ def test_a_model_of_a_tower_for_text_and_one_for_images(place, tmp_path, monkeyp
     vision = {key: SHARED[key] for key in sizes}
     config = tf.CLIPConfig(text_config=SHARED, vision_config=vision | {"image_size": 32, "patch_size": 8})
     model = kept(tmp_path / "model", tf.CLIPModel(config))
-    words = (verb, model, "--text", place / "text.txt", "--context", "64", "-o", tmp_path / "new")
+    words = (verb, model, "--text", place / "text.txt", "--context", "256", "-o", tmp_path / "new")
     said = told(monkeypatch, capfd, *words)
     assert re.search(r"CLIPModel (reads text beside other things. Only models|does not run on tokens alone)", said)
     assert not (tmp_path / "new").exists()
