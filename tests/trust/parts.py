@@ -81,12 +81,13 @@ def numbers(number: int) -> Outcome:
 
 
 def fence(number: int) -> Outcome:
-    from tests.trust import fenced_calls
+    from tests.trust import fenced_calls, fenced_products
     from tests.trust.fences import batch, decode
 
     outcome = batch(number)
     outcome.add(decode(number))
     outcome.add(fenced_calls.batch(number))
+    outcome.add(fenced_products.batch(number))
     return outcome
 
 
