@@ -6,6 +6,7 @@ python tools/trust.py --show             what was found so far
 
 Units of work are done in another process, so that a crash costs one unit and is counted as a fault. Results are kept in
 .trust/, by the state of the source they were found with; docs/reliability.md tells of them.
+ATTNGAP_TRUST_SEED=1000 damages other files than the run before.
 """
 
 import argparse

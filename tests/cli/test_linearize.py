@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 from attngap.cli.app import app
 from attngap.errors import AttngapError
 from tests.conversion.small import TEXT, plan
-from tests.zoo import tiny, tokenizer
+from tests.zoo import SHARED, tiny, tokenizer
 
 runner = CliRunner()
 QUICK = ["--context", "64", "--tokens", "256", "--steps", "2", "--joint", "1", "--rounds", "0"]
@@ -254,3 +254,22 @@ def test_a_base_given_by_a_relative_path_is_found_from_anywhere(place, tmp_path,
     monkeypatch.chdir(tmp_path)
     found = run(place, "generate", place / "relative", "the cat", "--tokens", "2", "--json")
     assert found.exit_code == 0, found.exception
+
+
+def test_an_encoder_is_not_shown_what_only_a_decoder_has(place, tmp_path):
+    """No perplexity, no divergence of predictions, and nothing to generate."""
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(**SHARED, pad_token_id=0)).save_pretrained(tmp_path / "bert")
+    tokenizer(specials=True).save_pretrained(tmp_path / "bert")
+    done = run(place, "linearize", tmp_path / "bert", "--keep", "0.5", "-o", tmp_path / "new")
+    assert done.exit_code == 0, done.exception
+    assert "error of states" in done.output
+    assert not any(word in done.output for word in ("generate", "perplexity", "KL"))
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "model = AutoModel.from_pretrained" in card
+    assert "| | error of states |" in card
+    page = runner.invoke(app, ["report", str(tmp_path / "new"), "-o", str(tmp_path / "page.html")])
+    assert page.exit_code == 0, page.exception
+    text = (tmp_path / "page.html").read_text()
+    assert "error of states" in text
+    assert "KL, nats" not in text

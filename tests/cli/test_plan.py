@@ -60,3 +60,11 @@ def test_no_diagnosis_no_plan(tmp_path):
     done = RUNNER.invoke(app, ["plan", str(tmp_path), "-o", str(tmp_path / "plan.json")])
     assert "No diagnosis in" in str(done.exception)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_model_none_of_whose_heads_can_be_replaced_is_told_so(tmp_path):
+    options = {"context": 48, "passages": 2, "ranks": (2, 4), "window": 6, "draws": 1}
+    diagnose(zoo.tiny("sliding"), zoo.tokenizer(), TEXT, **options, directory=tmp_path / "out")
+    done = RUNNER.invoke(app, ["plan", str(tmp_path / "out"), "-o", str(tmp_path / "plan.json")])
+    assert "No head of this model can be replaced. Why: attngap linearize" in done.output
+    assert "diagnose again" not in done.output

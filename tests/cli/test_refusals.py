@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
+import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from attngap.cli import main
 from tests.conversion.small import TEXT
-from tests.zoo import tiny, tokenizer
+from tests.zoo import SHARED, tiny, tokenizer
 from tests.zoo_architectures import architectures
 
 QUICK = ("--context", "64", "--tokens", "448", "--steps", "2", "--joint", "0", "--rounds", "1", "--no-measure")
@@ -70,6 +72,19 @@ def test_an_architecture_that_does_not_convert(place, tmp_path, monkeypatch, cap
     said = told(monkeypatch, capfd, "linearize", model, "--text", place / "text.txt", *QUICK, "-o", tmp_path / "new")
     assert ARCHITECTURES[kind, name] in said
     assert "fitting" not in said
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "linearize"])
+def test_a_model_of_a_tower_for_text_and_one_for_images(place, tmp_path, monkeypatch, capfd, verb):
+    """CLIP as it ships: it reads text, and only beside images."""
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    vision = {key: SHARED[key] for key in sizes}
+    config = tf.CLIPConfig(text_config=SHARED, vision_config=vision | {"image_size": 32, "patch_size": 8})
+    model = kept(tmp_path / "model", tf.CLIPModel(config))
+    words = (verb, model, "--text", place / "text.txt", "--context", "256", "-o", tmp_path / "new")
+    said = told(monkeypatch, capfd, *words)
+    assert re.search(r"CLIPModel (reads text beside other things. Only models|does not run on tokens alone)", said)
     assert not (tmp_path / "new").exists()
 
 

@@ -156,6 +156,7 @@ def test_a_checkpoint_that_lacks_or_has_other_weights_is_refused(tmp_path):
         ("gpt2", {"n_layer": 10**7}, True),
         ("t5", {"num_decoder_layers": 10**7}, True),
         ("llama", {"num_hidden_layers": 10**9}, False),
+        ("llama", {"num_local_experts": 10**9}, True),
     ],
 )
 def test_more_layers_than_there_are_weights_are_refused_before_they_are_built(tmp_path, family, changes, weights):
@@ -168,6 +169,15 @@ def test_more_layers_than_there_are_weights_are_refused_before_they_are_built(tm
     (name,) = changes
     with in_time(SECONDS), pytest.raises(AttngapError, match=rf"says {name} 1.*(its weights are|no model has more)"):
         load(tmp_path) if weights else module.load_config(tmp_path)
+
+
+def test_experts_that_are_rows_of_a_tensor_are_not_counted_as_tensors(tmp_path):
+    """Doge says 16,384 of them, whether it has any or not."""
+    config = tf.DogeConfig(**zoo.GROUPED)
+    assert config.num_experts == 16_384
+    tf.DogeForCausalLM(config).save_pretrained(tmp_path)
+    zoo.tokenizer().save_pretrained(tmp_path)
+    assert type(load(tmp_path)[0]) is tf.DogeForCausalLM
 
 
 def test_models_that_read_no_text_are_refused_in_a_line(tmp_path):

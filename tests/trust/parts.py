@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.trust.outcome import Outcome
 
 Unit = tuple[Any, ...]  # plain values: a unit is also its own name
 FILES = 100  # damaged files in a unit
+FIRST = int(os.environ.get("ATTNGAP_TRUST_SEED", "0"))  # of the damaged files: another number damages them otherwise
 # Damaged files by kind; others get FEW: they take a tenth of a second.
 MANY, FEW = 4_000, 200
 CHEAP = ("plan", "receipt", "diagnosis", "sweep file", "run database", "piece of a run", "training checkpoint")
@@ -63,7 +65,7 @@ def file_units() -> list[Unit]:
     from tests.trust.files import KINDS
 
     number = {kind: MANY if kind in CHEAP else SOME.get(kind, FEW) for kind in KINDS}
-    return [(kind, seed) for kind in KINDS for seed in range(number[kind] // FILES)]
+    return [(kind, FIRST + seed) for kind in KINDS for seed in range(number[kind] // FILES)]
 
 
 def damage(kind: str, seed: int) -> Outcome:
@@ -79,12 +81,13 @@ def numbers(number: int) -> Outcome:
 
 
 def fence(number: int) -> Outcome:
-    from tests.trust import fenced_calls
+    from tests.trust import fenced_calls, fenced_products
     from tests.trust.fences import batch, decode
 
     outcome = batch(number)
     outcome.add(decode(number))
     outcome.add(fenced_calls.batch(number))
+    outcome.add(fenced_products.batch(number))
     return outcome
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attngap.ops import native
-from tests.trust import damage, fenced_calls, fences, files, kills, million, numerics
+from tests.trust import damage, fenced_calls, fenced_products, fences, files, kills, million, numerics
 from tests.trust.outcome import Outcome
 from tests.trust.parts import PARTS
 
@@ -76,6 +76,7 @@ def test_kernels_stay_between_forbidden_pages():
     found = fences.batch(10_000, calls=25)
     found.add(fences.decode(10_000))
     found.add(fenced_calls.batch(10_000))
+    found.add(fenced_products.batch(10_000))
     assert found.faults == []
 
 

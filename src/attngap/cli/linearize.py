@@ -141,7 +141,11 @@ def _check_choice(plan: Path | None, diagnosis: Path | None, keep: float | None,
 
 def show(receipt: "Receipt", output: Path) -> None:
     """The receipt, and what to do next."""
+    from attngap.conversion.card import writes_text
+    from attngap.models.save import read_record
+
     receipt.show()
     if not receipt.quality:
         typer.echo(f"Not measured. Measure it: attngap eval {output}")
-    typer.echo(f"Try it: attngap generate {output} 'Once upon a time'")
+    if writes_text(read_record(output)):
+        typer.echo(f"Try it: attngap generate {output} 'Once upon a time'")

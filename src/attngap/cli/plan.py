@@ -95,6 +95,8 @@ def _interval(expected: "Expected | None", form: str, unit: str) -> str:
 
 
 def _meaning(made: "Plan") -> str:
+    if not max(point.kept for point in made.curve):
+        return f"No head of this model can be replaced. Why: attngap linearize {made.model.name} -o NEW"
     if all(point.perplexity_ratio is None for point in made.curve):
         return (
             "Text and recall are nats per token, single heads added up. This diagnosis replaced no heads together, so "

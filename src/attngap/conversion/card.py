@@ -4,8 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import transformers
+
 from attngap.conversion.by_length import AtLength
-from attngap.conversion.quality import Quality
+from attngap.conversion.quality import STATES, Quality, is_of_states
 from attngap.conversion.receipt import Entry, Receipt
 from attngap.models.load import ALIASES
 from attngap.models.save import BASE, Conversion
@@ -37,11 +39,12 @@ BY_LENGTH = """\
 
 def model_card(receipt: Receipt, conversion: Conversion) -> str:
     """README.md with the metadata hubs read."""
-    base = receipt.model if conversion.base.name == BASE else conversion.base.name
+    base = receipt.model if conversion.base.name in ("", BASE) else conversion.base.name
     table = _figures(receipt.quality, receipt.by_length) or "Not measured yet: `attngap eval DIR`."
     later = "".join(_later(entry) for entry in receipt.entries)
     notes = "".join(f"- {note}\n" for note in receipt.notes)
     known = hub_id(base)
+    auto = "AutoModelForCausalLM" if writes_text(conversion) else "AutoModel"
     return f"""---
 {f"base_model: {known}" + chr(10) if known else ""}library_name: transformers
 tags: [attngap, linear-attention]
@@ -53,10 +56,10 @@ Made by attngap: the other {receipt.kept} heads keep softmax. Replacement: {rece
 Base weights: sha256 `{conversion.base.sha256}`.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
 # DIR is this folder; its code is one file that imports attngap (pip install attngap)
-model = AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)
+model = {auto}.from_pretrained("DIR", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("DIR")
 ```
 
@@ -69,6 +72,12 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 
 {LIMITS.format(length=_length(receipt, conversion))}
 """
+
+
+def writes_text(conversion: Conversion) -> bool:
+    """Encoders do not. A class that is not transformers' own may."""
+    kind = getattr(transformers, conversion.base.architecture, None)
+    return kind is None or kind.can_generate()
 
 
 def hub_id(name: str) -> str | None:
@@ -85,6 +94,9 @@ def hub_id(name: str) -> str | None:
 
 def _figures(quality: Mapping[str, Quality], by_length: Sequence[AtLength]) -> str:
     """Tables of whole passages, and of the last tokens of passages of each length."""
+    if quality and is_of_states(quality):
+        rows = "".join(f"\n| {name} | {each.divergence:.4f} |" for name, each in quality.items())
+        return f"| | {STATES} |\n|---|---|{rows}"
     whole = "\n".join(
         f"| {name} | {_number(q.perplexity, '.2f')} | {_number(q.perplexity_ratio, '.4f')} | {q.divergence:.4f} "
         f"| {_number(q.induction, '.1%')} | {_number(q.needle, '.1%')} |"

@@ -77,8 +77,8 @@ def evaluate(
     conversion = conversion_of(converted)
     if weights_hash(original) != conversion.base.sha256:
         raise AttngapError(
-            f"evaluate: the original is not the model that this one was converted from, {conversion.base.name!r}. "
-            "Load that one: attngap.load"
+            "evaluate: the original is not the model that this one was converted from, "
+            f"{conversion.base.name or conversion.plan.model.name!r}. Load that one: attngap.load"
         )
     if not lengths:
         raise AttngapError("evaluate: lengths needs at least one length, such as (1024, 4096)")

@@ -94,7 +94,8 @@ def linearize(
         run = ConversionRun(model, tokenizer, plan, text, options, mechanisms, checkpoint, quiet)
         kept = run.fit_and_choose(ray)
         converted = run.fit_jointly(kept)
-        base = Base.of(model, plan.model.name)
+        # Where this model is: the plan may name it as it was seen from another folder, or on another machine.
+        base = Base.of(model, str(model.config.name_or_path or ""))
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
         final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
         set_conversion(

@@ -31,10 +31,18 @@ class Quality(BaseModel):
     model_config = ConfigDict(extra="forbid")
     perplexity: float | None = None
     perplexity_ratio: float | None = None  # to the original's
-    divergence: float = 0.0  # KL to the original, nats per token
+    divergence: float = 0.0  # KL to the original, nats per token; of an encoder see above
     induction: float | None = None  # share of a repeated random sequence predicted
     needle: float | None = None  # share of the digits of a hidden number recalled
     needle_by_place: dict[str, float] = {}  # "length@depth"
+
+
+STATES = "error of states"  # what a table calls an encoder's divergence
+
+
+def is_of_states(quality: Mapping[str, Quality]) -> bool:
+    """Of an encoder, which predicts nothing?"""
+    return all(each.perplexity is None for each in quality.values())
 
 
 @torch.no_grad()

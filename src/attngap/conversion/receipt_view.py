@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from attngap.charts.frame import BLUE
 from attngap.charts.inline import Grid, bars, number
+from attngap.conversion.quality import STATES, is_of_states
 
 if TYPE_CHECKING:
     from attngap.conversion.receipt import Entry, Receipt
@@ -55,6 +56,8 @@ def to_html(receipt: "Receipt") -> str:
 
 
 def _quality(title: str, receipt: "Receipt | Entry") -> Grid:
+    if is_of_states(receipt.quality):
+        return Grid(title, ("", STATES), [(name, f"{found.divergence:.4f}") for name, found in receipt.quality.items()])
     rows = [
         (
             name,

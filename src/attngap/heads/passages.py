@@ -86,7 +86,13 @@ def longest(model: PreTrainedModel) -> int | None:
 
 def check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer whose tokens the model has no embedding for."""
-    known = model.get_input_embeddings()
+    try:
+        known = model.get_input_embeddings()
+    except NotImplementedError as error:  # CLIP: towers that are each fed with something else
+        raise AttngapError(
+            f"{type(model).__name__} reads text beside other things. Only models that read text alone are supported: "
+            "Llama, BERT"
+        ) from error
     rows = getattr(known, "num_embeddings", None)
     if rows is not None and len(tokenizer) > rows:
         raise AttngapError(

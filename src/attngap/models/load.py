@@ -215,9 +215,13 @@ def _wheel(alias: str) -> Path:
     )
 
 
-def _check_name(name: str) -> None:
+def may_be_on_a_hub(name: str) -> bool:
     """What looks like a path is never asked of the hub."""
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
+
+
+def _check_name(name: str) -> None:
+    if not may_be_on_a_hub(name):
         raise AttngapError(f"No model at {name!r}: there is no such file or folder. A model is {FORMS}")
 
 

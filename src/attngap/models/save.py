@@ -16,7 +16,7 @@ from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.catalogue import mechanism
 from attngap.models.auto import CODE, CODE_FILE, config_json
-from attngap.models.load import ALIASES, load_model, load_tokenizer, on_device
+from attngap.models.load import ALIASES, load_model, load_tokenizer, may_be_on_a_hub, on_device
 from attngap.models.lora import add_lora
 from attngap.models.mixed import mixed_heads
 from attngap.models.placement import named_weights
@@ -101,9 +101,10 @@ class Conversion(_Strict):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def set_conversion(model: PreTrainedModel, conversion: Conversion) -> None:
-    """Let the model know how it was converted, for `conversion_of` and `save`."""
+def set_conversion(model: PreTrainedModel, conversion: Conversion, folder: Path | None = None) -> None:
+    """Let the model know, for `conversion_of` and `save`, how it was converted, and from which folder it was loaded."""
     object.__setattr__(model, "conversion", conversion)
+    object.__setattr__(model, "conversion_folder", folder)
 
 
 def conversion_of(model: PreTrainedModel) -> Conversion:
@@ -142,9 +143,9 @@ def save(
 ) -> None:
     """Write a converted model: the adapter alone, or with the `original` beside it a folder that needs nothing else.
 
-    Where the base's weights are no longer those it was converted from, because it was trained or cast, they are written
-    too, whether asked for or not: a folder loads as the model that was saved. `place` is where the folder will stand,
-    if it is written somewhere else first: a relative path to the base is seen from there.
+    Where the base's weights are no longer those it was converted from, because it was trained or cast, or are nowhere
+    else on disk, they are written too, whether asked for or not: a folder loads as the model that was saved. `place` is
+    where the folder will stand, if it is written somewhere else first: a relative path to the base is seen from there.
 
     >>> attngap.save(converted, "smollm2-linear", tokenizer=tokenizer)  # doctest: +SKIP
     """
@@ -155,14 +156,15 @@ def save(
     found = weights_hash(plain)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if original is not None or found != conversion.base.sha256:
+        name = _seen_from(place, model, conversion.base.name)
+        if original is not None or found != conversion.base.sha256 or name is None:
             plain.save_pretrained(folder / BASE)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / BASE)
             facts = {"dtype": dtype_name(plain), "config": settings(plain.config)}
             base = conversion.base.model_copy(update={"name": BASE, "sha256": found, **facts})
         else:
-            base = conversion.base.model_copy(update={"name": _seen_from(place, conversion.base.name)})
+            base = conversion.base.model_copy(update={"name": name})
         save_file(_adapter(model), folder / WEIGHTS, metadata={"format": "pt"})
         conversion = conversion.model_copy(update={"base": base}).sealed(_file_hash(folder / WEIGHTS))
         config = config_json(conversion.base.architecture)
@@ -177,12 +179,21 @@ def save(
         raise AttngapError(f"Cannot write the model to '{place}': {error}. Choose another folder") from error
 
 
-def _seen_from(folder: Path, name: str) -> str:
-    """A relative path as it is seen from the folder, so that both can move and nobody takes it for a hub's name."""
-    path = Path(name).expanduser()
-    if path.is_absolute() or name in ALIASES or not path.exists():
+def _seen_from(place: Path, model: PreTrainedModel, name: str) -> str | None:
+    """The base's name for a folder at `place`; None for weights that a folder there would not find by any name.
+
+    A relative path is as it is seen from there, so that both can move and nobody takes it for a hub's name.
+    """
+    loaded: Path | None = vars(model).get("conversion_folder")
+    if loaded is not None and name == BASE:  # a folder that stands alone stays one, wherever it is saved again
+        return BASE if loaded.resolve() == place.resolve() else None
+    seen_from_loaded = loaded is not None and name.startswith(("./", "../"))
+    path = loaded / name if loaded is not None and seen_from_loaded else Path(name).expanduser()
+    if not name or not (path.exists() or may_be_on_a_hub(name)):
+        return None
+    if (path.is_absolute() and not seen_from_loaded) or name in ALIASES or not path.exists():
         return name
-    found = Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    found = Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
     return found if found.startswith(".") else f"./{found}"
 
 
@@ -229,9 +240,18 @@ def load_converted_model(
                 "Convert the model again"
             )
     converted.load_state_dict(weights, strict=False)
+    set_conversion(converted, _located(conversion, base), folder.resolve())
     if isinstance(dtype, torch.dtype):
         converted.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     return converted.eval()
+
+
+def _located(conversion: Conversion, base: str | None) -> Conversion:
+    """With the base's name of today, where it had moved."""
+    if base is None:
+        return conversion
+    name = str(Path(base).resolve()) if Path(base).exists() else base
+    return conversion.model_copy(update={"base": conversion.base.model_copy(update={"name": name})})
 
 
 def _check_size(folder: Path, conversion: Conversion, weights: dict[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ SCALE = 3.0  # times the original's perplexity: what is worse is said and not dr
 MEASURES = {
     "perplexity_ratio": ("perplexity, times the original's", ".3f"),
     "divergence": ("KL to the original, nats per token", ".3f"),
+    "state_error": ("squared error of the states, relative", ".3f"),
     "needle": ("digits of a hidden number recalled", ".0%"),
     "repetition": ("repeated random tokens predicted", ".0%"),
 }
@@ -28,6 +29,7 @@ QUALITY = (
     Column("perplexity", "perplexity", ",.2f"),
     Column("perplexity_ratio", "x original", ",.3f", "perplexity, as a multiple of the original's at the same length"),
     Column("divergence", "KL, nats", ".4f", "divergence from the original's predictions, per token"),
+    Column("state_error", "error of states", ".4f", "squared error of an encoder's states, relative to the original's"),
     Column("needle", "needle", ".1%", "share of the digits of a hidden number that are recalled"),
     Column("repetition", "repetition", ".1%", "share of a repeated random sequence that is predicted"),
 )

@@ -36,7 +36,9 @@ def fitted(content: Row) -> list[Row]:
     for name, values in content["quality"].items():
         part = SAME.get(name) or name
         row = found.setdefault((fitted, part), {"length": fitted, "part": part})
-        row |= {key: values.get(key) for key in ("perplexity", "perplexity_ratio", "divergence")}
+        row |= {key: values.get(key) for key in ("perplexity", "perplexity_ratio")}
+        # An encoder predicts nothing: its figure is how far its states are from the original's.
+        row["state_error" if values.get("perplexity") is None else "divergence"] = values.get("divergence")
         row["repetition"] = values.get("induction")
         places: dict[int, list[float]] = {}
         for place, share in (values.get("needle_by_place") or {}).items():
