@@ -105,7 +105,7 @@ def test_a_conversion_happens_where_the_model_is(name, slices, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_layer_reads_is_where_the_model_is_even_without_numbers(dtype):
-    """On the meta device, with shapes only; a converted model stops there in transformers, which looks at positions."""
+    """On the meta device, with shapes only; tests/models/test_meta.py runs converted models there."""
     model = tiny().to("meta", dtype)
     seen = []
     with torch.no_grad(), capture(model, seen.append):

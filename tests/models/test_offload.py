@@ -11,11 +11,13 @@ from attngap.heads import chain
 from attngap.models.placement import has_weights_elsewhere, parse_size
 from attngap.models.plan import fingerprint
 from attngap.models.save import weights_hash
+from attngap.models.stream import Conversation
 from tests.conversion.small import TEXT
 from tests.zoo import tiny, tokenizer
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install attngap[offload]")
 LOOK = {"context": 64, "passages": 2, "window": 8, "ranks": (4,), "verify": 2}
+ASKED = [{"role": "user", "content": "the cat"}]
 CONVERT = {"context": 64, "tokens": 256, "steps": 2, "joint": 2, "rounds": 1, "window": 8, "keep": 0.25}
 
 
@@ -60,6 +62,23 @@ def test_a_conversion_is_the_same(folder, tmp_path):
     ids = torch.arange(1, 30)[None]
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, one(ids).logits)
+
+
+def test_no_weight_in_memory_at_all(folder, tmp_path):
+    """Nothing of the model is anywhere but on disk, and what is made for it is made on the CPU all the same."""
+    part, words = attngap.load(folder, max_memory=1)
+    whole, _ = attngap.load(folder)
+    assert all(p.is_meta for p in part.parameters())
+    one, other = (attngap.diagnose(each, words, TEXT, **LOOK) for each in (part, whole))
+    assert one.heads == other.heads
+    converted, receipt = attngap.linearize(part, words, None, TEXT, measured=False, **CONVERT)
+    assert receipt.keep == attngap.linearize(whole, words, None, TEXT, measured=False, **CONVERT)[1].keep
+    said = [list(Conversation(each, words).reply(ASKED, limit=3)) for each in (part, whole, converted)]
+    assert [step.text for step in said[0]] == [step.text for step in said[1]]
+    assert len(said[2]) == 3
+    assert attngap.probe("copy", part, tokenizer=words, sequences=4).score == pytest.approx(
+        attngap.probe("copy", whole, tokenizer=words, sequences=4).score
+    )
 
 
 @pytest.mark.slow  # minutes: the whole of SmolLM2, twice

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from attngap.longcontext.writing import Example, Question
+from attngap.models.placement import device_of
 
 Z = 1.96  # standard deviations of a 95% interval
 
@@ -29,7 +30,7 @@ def answer(model: PreTrainedModel, example: Example) -> list[float]:
     The context is read once and before any question, so that whatever compresses it does not know what will be asked.
     """
     cache = DynamicCache(config=model.config)
-    model(example.context.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(example.context.to(device_of(model)), past_key_values=cache, use_cache=True, logits_to_keep=1)
     return [float(_guessed(model, question, copy.deepcopy(cache)).float().mean()) for question in example.questions]
 
 
@@ -40,7 +41,7 @@ def answer_blind(model: PreTrainedModel, example: Example) -> list[float]:
 
 
 def _guessed(model: PreTrainedModel, question: Question, cache: DynamicCache | None) -> Bool[Tensor, " answer"]:
-    tokens = torch.tensor([[*question.ask, *question.answer]], device=model.device)
+    tokens = torch.tensor([[*question.ask, *question.answer]], device=device_of(model))
     count = len(question.answer)
     logits = model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=count + 1).logits
     return logits[0, -count - 1 : -1].argmax(-1) == tokens[0, -count:]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from attngap.mechanisms.rotary import Angles, Rotary, every_layout
 from attngap.models.capture import Call, capture
+from attngap.models.placement import device_of
 
 LENGTH = 48  # places looked at, where the model has as many
 TOLERANCE = 1e-2  # of the size of a vector: half precision rounds by 0.004, a wrong layout is off by far more
@@ -47,7 +48,7 @@ def layer_positions(model: PreTrainedModel) -> list[Positions]:
 
     config: Any = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or LENGTH
-    tokens = torch.full((1, min(LENGTH, most)), config.vocab_size // 3, dtype=torch.long, device=model.device)
+    tokens = torch.full((1, min(LENGTH, most)), config.vocab_size // 3, dtype=torch.long, device=device_of(model))
     extra = {"decoder_input_ids": tokens} if "decoder_input_ids" in inspect.signature(model.forward).parameters else {}
     was_training = model.training
     try:

@@ -19,6 +19,7 @@ from attngap.models.compat import (
     own_cache,
 )
 from attngap.models.mode import evaluating, tokens_suffice
+from attngap.models.placement import device_of, has_weights_elsewhere
 from attngap.models.twin import CHILD
 
 
@@ -76,7 +77,8 @@ def _two_tokens(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} takes {next(iter(parameters), 'nothing')} and no tokens. Only models that read "
             "text are supported"
         )
-    tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
+    place = device_of(model) if has_weights_elsewhere(model) else model.device  # meta, where sizes alone are asked for
+    tokens = torch.ones(1, 2, dtype=torch.long, device=place)
     extra = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     # Not said where a config turns it off: an encoder has no cache to use.
     cached = {"use_cache": True} if getattr(model.config.get_text_config(), "use_cache", False) else {}

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from attngap.errors import AttngapError
 from attngap.models.cache import cache_bytes
+from attngap.models.placement import device_of
 
 Message = dict[str, str]  # role ("user" or "assistant") and content
 
@@ -70,7 +71,7 @@ class Conversation:
 
     def _feed(self, ids: list[int]) -> Float[Tensor, " vocabulary"]:
         only_last = {"logits_to_keep": 1} if _takes(self.model, "logits_to_keep") else {}
-        inputs = torch.tensor([ids], device=self.model.device)
+        inputs = torch.tensor([ids], device=device_of(self.model))
         out: Any = self.model(input_ids=inputs, past_key_values=self.cache, use_cache=True, **only_last)
         self.read += ids
         return out.logits[0, -1].float()

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attngap.errors import AttngapError
+from attngap.models.placement import device_of
 from attngap.probes.tasks.base import Task, stream
 
 ZERO_SHOT = ("mqar", "copy", "selective-copy", "induction", "fuzzy-recall")
@@ -52,7 +53,7 @@ def zero_shot(
         shift = 0
         if first is not None:
             ids, shift = torch.cat([torch.full((count, 1), first), ids], dim=1), 1
-        logits = model(input_ids=ids.to(model.device)).logits.float().cpu()  # (b, t, vocabulary)
+        logits = model(input_ids=ids.to(device_of(model))).logits.float().cpu()  # (b, t, vocabulary)
         rows = logits[torch.arange(count)[:, None], drawn.where + shift]  # (b, s, vocabulary)
         targets = names.gather(1, drawn.targets)
         among = rows.gather(2, names[:, None, : task.outputs].expand(-1, rows.shape[1], -1))
