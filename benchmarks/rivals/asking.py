@@ -57,7 +57,7 @@ class Answers:
         seconds: float,
     ) -> None:
         """Ask everything, each time of a cache as it was after the context."""
-        start, scores = time.perf_counter(), []
+        start, scores = time.process_time(), []
         for place, (task, ask, answer) in enumerate(row["questions"]):
             logits = read_on(model, fresh(), len(row["context"]), [*ask, *answer])[len(ask) - 1 : -1]
             wanted = torch.tensor(answer)
@@ -65,7 +65,7 @@ class Answers:
                 scores.append([task, *self._text_scores(row, place, logits, wanted)])
             else:
                 scores.append([task, float((logits.argmax(-1) == wanted).float().mean())])
-        asking = time.perf_counter() - start
+        asking = time.process_time() - start
         self.add(method, budget, row, share=share, seconds=seconds, asking=asking, scores=scores)
 
     def _text_scores(self, row: dict, place: int, logits: torch.Tensor, wanted: torch.Tensor) -> tuple[list, list]:

@@ -30,6 +30,7 @@ from presses import (
     ORIGINAL,
     PRUNING,
     as_cache,
+    is_installed,
     kept_groups,
     load,
     masked,
@@ -49,7 +50,7 @@ class Costs:
 
     def __init__(self, folder: Path, length: int):
         self.path, self.length = folder / COSTS, length
-        self.row = next(row for row in contexts(folder) if row["length"] == length and row["kind"] == "text")
+        self.row = text_of(folder, length)
         self.done = {row["method"] for row in read_lines(self.path) if row["length"] == length}
 
     @torch.no_grad()
@@ -78,6 +79,16 @@ class Costs:
         return sum(spent[WARM:]) / TOKENS
 
 
+def text_of(folder: Path, length: int) -> dict:
+    """The context whose reading is timed."""
+    found = [row for row in contexts(folder) if row["length"] == length and row["kind"] == "text"]
+    if not found:
+        raise SystemExit(
+            f"No context of {length} tokens is there. python benchmarks/rivals prepare --lengths {length} makes some"
+        )
+    return found[0]
+
+
 def forget_peak() -> None:
     """From now on Linux notes the most that this process holds anew; elsewhere no memory is reported."""
     with contextlib.suppress(OSError):
@@ -94,6 +105,8 @@ def held(what: str) -> int | None:
 
 def kvpress_costs(options: argparse.Namespace) -> None:
     """Of the original and of kvpress' methods at the first budget, in kvpress' environment."""
+    if not is_installed():
+        return
     model = load(options.output)
     for length in options.lengths:
         _kvpress_costs(Costs(options.output, length), model, options.budgets[0], options.output)
@@ -104,17 +117,19 @@ def _kvpress_costs(costs: Costs, model: Any, budget: float, folder: Path) -> Non
     for name in PRUNING:
         press = press_of(name, budget)
         costs.note(name, lambda press=press: (model, as_cache(prefill(model, costs.row, {0: press})[1][0])))
-    with masked(model) as mask:
-        costs.note(DUO, lambda: _duo(model, costs.row, budget, folder, mask))
+    kept = kept_groups(costs.row, budget, quick_scores(model, folder, None))
+    if kept is None:
+        print(f"{DUO} skipped at {costs.length} tokens: sinks and recent tokens alone exceed {budget:.0%} of the cache")
+    else:
+        with masked(model) as mask:
+            costs.note(DUO, lambda: _duo(model, costs.row, kept, mask))
     with masked(model) as mask:
         costs.note(KVZIP, lambda: _zip(model, costs.row, budget, mask))
 
 
-def _duo(model: Any, row: dict, budget: float, folder: Path, mask: Callable) -> tuple[Any, Any]:
+def _duo(model: Any, row: dict, kept: torch.Tensor, mask: Callable) -> tuple[Any, Any]:
     full = prefill(model, row, {})[0]
-    kept = kept_groups(row, budget, quick_scores(model, folder, None))
-    if kept is not None:
-        mask(streaming_masks(kept, len(row["context"]), full))
+    mask(streaming_masks(kept, len(row["context"]), full))
     return model, as_cache(full)
 
 
@@ -137,6 +152,7 @@ def _our_costs(costs: Costs, original: Any, make: Callable[[], Any] | None) -> N
     tokens = costs.row["context"]
     costs.note(f"{ORIGINAL}, our environment", lambda: (original, _whole(original, tokens)))
     if make is None:
+        print(f"{OURS} skipped at {costs.length} tokens: no form fits; python benchmarks/rivals forms judges them")
         return
     model = make()
     costs.note(OURS, lambda: (model, handed_over(model, read_exactly(original, tokens)[0])))

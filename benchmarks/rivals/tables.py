@@ -13,6 +13,7 @@ from asking import ANSWERS, read_lines
 from conversions import OURS
 from costs import COSTS
 from encoders import ENCODERS
+from heads import nearest_scores
 from presses import ORIGINAL
 from scores import CHOICE
 
@@ -228,8 +229,7 @@ def chosen(rows: list[dict], folder: Path) -> list[dict]:
     """One row for each score of heads and share kept."""
     found = []
     for name in dict.fromkeys(row["method"] for row in rows if row["method"].startswith(CHOICE)):
-        path = folder / f"{name.removeprefix(CHOICE)}-scores.json"
-        seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
+        seconds = (nearest_scores(folder, name.removeprefix(CHOICE), 0) or {"seconds": 0.0})["seconds"]
         for share in sorted({row["budget"] for row in rows if row["method"] == name}):
             each = gather(row for row in rows if row["method"] == name and row["budget"] == share)
             label = LABELS.get(name.removeprefix(CHOICE), name)
