@@ -98,5 +98,8 @@ def read_on(model: Any, cache: Any, start: int, tokens: list[int]) -> torch.Tens
 
 def full_bytes(config: Any, tokens: int) -> int:
     """What the original's cache of so many tokens takes, in float32."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * 4 * tokens * config.num_hidden_layers * config.num_key_value_heads * dim
+    return 2 * 4 * tokens * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from asking import Answers, full_bytes
+from asking import Answers, full_bytes, head_dim
 from contexts import wanted
 from heads import Scores, read_scores
 from presses import ORIGINAL, as_cache
@@ -49,7 +49,7 @@ class Parts:
         self.layers, self.groups = config.num_hidden_layers, config.num_key_value_heads
         some = next(iter(self.mechanisms.values()))
         self.sinks, self.window = some.sinks, some.window
-        self.dim = config.hidden_size // config.num_attention_heads
+        self.dim = head_dim(config)
 
     def without_features(self) -> "Parts":
         from attngap.heads.replacement import window_only
@@ -101,6 +101,14 @@ def with_window(mechanism: Any, window: int | None) -> Any:
     other = copy.deepcopy(mechanism)
     other.window = window
     return other
+
+
+def widest(parts: Parts, budget: float, tokens: int) -> Parts:
+    """Sinks and window in all groups, as wide as the budget allows."""
+    window = int(budget * tokens) - parts.sinks
+    while (shaped := Form(window, features=False).of(parts)).affordable(budget, tokens) < 0:
+        window -= 1
+    return shaped
 
 
 def state_bytes(mechanism: Any) -> int:
@@ -256,10 +264,9 @@ def _throughout(parts: Parts, row: dict, options: argparse.Namespace, our: Varia
     """Models that read the context as they are, at the first budget: each needs a pass of its own."""
     tokens, budget = row["context"], options.budgets[0]
     full = full_bytes(parts.original.config, len(tokens))
-    wide = int(budget * len(tokens)) - parts.sinks
     models = {
         THROUGHOUT: None if our is None else our.model(row["length"], len(tokens), budget),
-        WINDOW_ALL: lambda: Form(wide, features=False).of(parts).convert([]),
+        WINDOW_ALL: lambda: widest(parts, budget, len(tokens)).convert([]),
     }
     for name, make in models.items():
         if make is None or (options.only and name not in options.only) or not answers.missing(name, [budget], row):

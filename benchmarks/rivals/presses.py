@@ -170,7 +170,10 @@ def _ask_masked(
     share = 1 - sum(len(each[0]) for each in masks) / sum(keys[..., 0].numel() for keys, _ in full)
     with masked(model) as mask:
         mask(masks)
-        answers.ask(name, budget, row, model, lambda: as_cache(full), share, seconds)
+        try:
+            answers.ask(name, budget, row, model, lambda: as_cache(full), share, seconds)
+        except ValueError as error:  # kvpress looks for a key that no query likes, and may find none
+            print(f"{name} skipped at {budget:.0%} of {row['length']} tokens of {row['kind']}: {error}", flush=True)
 
 
 def kept_groups(row: dict, budget: float, scores: torch.Tensor) -> torch.Tensor | None:

@@ -5,6 +5,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+from tests.benchmark.rival_models import llama, tokens
 
 MAIL = """From: a@b.c
 Subject: hello
@@ -83,3 +86,37 @@ def test_scores_of_the_narrowest_window_that_holds_a_form_are_its_own(rivals, tm
     assert heads.read_scores(tmp_path, "duo", 64) is None
     with pytest.raises(SystemExit, match="python benchmarks/rivals scores"):
         rivals.conversions.our_scores(tmp_path / "nowhere")
+
+
+@torch.no_grad()
+def test_costs_are_of_a_second_reading_and_are_measured_once(rivals, tmp_path):
+    model, read = llama(), []
+    row = {"kind": "text", "length": 128, "example": 0, "context": tokens(100)}
+    (tmp_path / rivals.asking.CONTEXTS).write_text(json.dumps(row) + "\n")
+
+    def compress(context):
+        read.append(len(context))
+        full, *_ = rivals.presses.prefill(model, {"context": context}, {})
+        return model, rivals.presses.as_cache(full)
+
+    for _ in range(2):
+        rivals.costs.Costs(tmp_path, 128).note("original", compress)
+    assert read == [100, 100]  # the first is not timed; the other run finds the line
+    (line,) = rivals.asking.read_lines(tmp_path / rivals.costs.COSTS)
+    assert (line["method"], line["length"]) == ("original", 128)
+    assert line["prompt"] > line["token"] > 0
+
+
+@torch.no_grad()
+def test_a_cell_that_kvpress_cannot_mask_is_skipped_by_name(rivals, tmp_path, capsys, monkeypatch):
+    def refuse(*args):
+        raise ValueError("no fake keys")
+
+    model, row = llama(), {"kind": "text", "length": 64, "example": 0, "context": tokens(60), "questions": []}
+    full, *_ = rivals.presses.prefill(model, row, {})
+    answers = rivals.asking.Answers(tmp_path)
+    monkeypatch.setattr(answers, "ask", refuse)
+    masks = [(torch.tensor([0]),) * 3] * 2
+    rivals.presses._ask_masked(model, row, full, masks, answers, "KVzip", 0.25, 0.0)
+    assert "KVzip skipped at 25% of 64 tokens of text: no fake keys" in capsys.readouterr().out
+    assert all(layer.self_attn.masked_key_indices is None for layer in model.model.layers)
