@@ -8,6 +8,7 @@ and sums of features) comes from the keys and values of that pass, as kvpress' m
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import random
 import time
@@ -86,12 +87,12 @@ class Form(NamedTuple):
         return shaped if self.features else shaped.without_features()
 
 
-def chosen_form(folder: Path, length: int, budget: float) -> Form | None:
+def chosen_form(folder: Path, length: int, budget: float, *, featureless: bool = False) -> Form | None:
     """The best form at this length and budget, see forms.py; None where none was judged or none is small enough."""
     path = folder / FORMS
     found = json.loads(path.read_text()) if path.exists() else {}
-    rows = found.get(str(length), {}).get(str(budget), [])
-    return Form(rows[0]["window"], rows[0]["features"]) if rows else None
+    rows = [Form(row["window"], row["features"]) for row in found.get(str(length), {}).get(str(budget), [])]
+    return next((form for form in rows if not (featureless and form.features)), None)
 
 
 def with_window(mechanism: Any, window: int | None) -> Any:
@@ -218,16 +219,16 @@ def variants(parts: Parts, options: argparse.Namespace) -> dict[str, Variant]:
     """Those that are wanted, by name."""
     folder, our = options.output, our_scores(options.output)
 
-    def fitting(length: int, budget: float) -> Parts | None:
-        form = chosen_form(folder, length, budget)
+    def fitting(length: int, budget: float, *, featureless: bool = False) -> Parts | None:
+        form = chosen_form(folder, length, budget, featureless=featureless)
         return None if form is None else form.of(parts)
 
-    near, drawn = parts.without_features(), random_scores(parts.layers, parts.groups, 0)
+    drawn = random_scores(parts.layers, parts.groups, 0)
     found = {
         OURS: Variant(our, fitting),
         RANDOM: Variant(lambda window: drawn, fitting),
         ONE_WINDOW: Variant(our, lambda length, budget: parts),
-        WINDOW_FORM: Variant(our, lambda length, budget: near),
+        WINDOW_FORM: Variant(our, functools.partial(fitting, featureless=True)),
     }
     theirs = read_scores(folder, "duo")
     if theirs is not None:

@@ -127,4 +127,6 @@ def test_forms_are_judged_at_the_groups_they_leave_room_for_and_the_best_is_take
     (tmp_path / rivals.conversions.FORMS).write_text(json.dumps({"120": {"0.95": rows, "0.05": []}}))
     best = rivals.conversions.chosen_form(tmp_path, 120, 0.95)
     assert best == (rows[0]["window"], rows[0]["features"])
+    near = rivals.conversions.chosen_form(tmp_path, 120, 0.95, featureless=True)
+    assert near == next((row["window"], False) for row in rows if not row["features"])
     assert rivals.conversions.chosen_form(tmp_path, 120, 0.05) is None
