@@ -189,7 +189,11 @@ def summarize(paths: list[Path]) -> None:
 
 
 def show(title: str, name: str, rows: list[dict]) -> None:
-    pairs = [(row[name], row[f"predicted_{name}"], row) for row in rows if row[f"predicted_{name}"] and row.get(name)]
+    pairs = [
+        (row[name], row[f"predicted_{name}"], row)
+        for row in rows
+        if row[f"predicted_{name}"] and row.get(name) is not None
+    ]
     if not pairs:
         return
     inside = sum(expected["low"] <= value <= expected["high"] for value, expected, _ in pairs)

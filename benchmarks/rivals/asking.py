@@ -57,7 +57,7 @@ class Answers:
         seconds: float,
     ) -> None:
         """Ask everything, each time of a cache as it was after the context."""
-        start, scores = time.perf_counter(), []
+        start, scores = time.process_time(), []
         for place, (task, ask, answer) in enumerate(row["questions"]):
             logits = read_on(model, fresh(), len(row["context"]), [*ask, *answer])[len(ask) - 1 : -1]
             wanted = torch.tensor(answer)
@@ -65,7 +65,7 @@ class Answers:
                 scores.append([task, *self._text_scores(row, place, logits, wanted)])
             else:
                 scores.append([task, float((logits.argmax(-1) == wanted).float().mean())])
-        asking = time.perf_counter() - start
+        asking = time.process_time() - start
         self.add(method, budget, row, share=share, seconds=seconds, asking=asking, scores=scores)
 
     def _text_scores(self, row: dict, place: int, logits: torch.Tensor, wanted: torch.Tensor) -> tuple[list, list]:
@@ -98,5 +98,8 @@ def read_on(model: Any, cache: Any, start: int, tokens: list[int]) -> torch.Tens
 
 def full_bytes(config: Any, tokens: int) -> int:
     """What the original's cache of so many tokens takes, in float32."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * 4 * tokens * config.num_hidden_layers * config.num_key_value_heads * dim
+    return 2 * 4 * tokens * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

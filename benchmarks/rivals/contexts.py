@@ -92,3 +92,13 @@ def _plain(question) -> tuple[list[int], list[int]]:
 
 def contexts(folder: Path) -> list[dict]:
     return read_lines(folder / CONTEXTS)
+
+
+def wanted(options: argparse.Namespace) -> list[dict]:
+    """The contexts to ask about, the first of every length before the second of any; a length without some is named."""
+    rows = contexts(options.output)
+    for length in sorted(set(options.lengths) - {row["length"] for row in rows}):
+        print(f"No context of {length} tokens is there. python benchmarks/rivals prepare --lengths {length} makes some")
+    asked = [row for row in rows if row["example"] < options.examples and row["kind"] in options.kinds]
+    asked = [row for row in asked if row["length"] in options.lengths]
+    return sorted(asked, key=lambda row: (row["example"], options.lengths.index(row["length"])))

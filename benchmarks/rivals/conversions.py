@@ -8,6 +8,7 @@ and sums of features) comes from the keys and values of that pass, as kvpress' m
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import random
 import time
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from asking import Answers, full_bytes
-from contexts import contexts
+from asking import Answers, full_bytes, head_dim
+from contexts import wanted
+from heads import Scores, read_scores
 from presses import ORIGINAL, as_cache
 from torch import Tensor
 
@@ -46,8 +48,9 @@ class Parts:
         self.mechanisms = {layer: with_window(m, window) for layer, m in mechanisms.items()}
         config = original.config
         self.layers, self.groups = config.num_hidden_layers, config.num_key_value_heads
-        self.sinks = next(iter(self.mechanisms.values())).sinks
-        self.dim = config.hidden_size // config.num_attention_heads
+        some = next(iter(self.mechanisms.values()))
+        self.sinks, self.window = some.sinks, some.window
+        self.dim = head_dim(config)
 
     def without_features(self) -> "Parts":
         from attngap.heads.replacement import window_only
@@ -84,12 +87,12 @@ class Form(NamedTuple):
         return shaped if self.features else shaped.without_features()
 
 
-def chosen_form(folder: Path, length: int, budget: float) -> Form | None:
+def chosen_form(folder: Path, length: int, budget: float, *, featureless: bool = False) -> Form | None:
     """The best form at this length and budget, see forms.py; None where none was judged or none is small enough."""
     path = folder / FORMS
     found = json.loads(path.read_text()) if path.exists() else {}
-    rows = found.get(str(length), {}).get(str(budget), [])
-    return Form(rows[0]["window"], rows[0]["features"]) if rows else None
+    rows = [Form(row["window"], row["features"]) for row in found.get(str(length), {}).get(str(budget), [])]
+    return next((form for form in rows if not (featureless and form.features)), None)
 
 
 def with_window(mechanism: Any, window: int | None) -> Any:
@@ -99,6 +102,14 @@ def with_window(mechanism: Any, window: int | None) -> Any:
     other = copy.deepcopy(mechanism)
     other.window = window
     return other
+
+
+def widest(parts: Parts, budget: float, tokens: int) -> Parts:
+    """Sinks and window in all groups, as wide as the budget allows."""
+    window = int(budget * tokens) - parts.sinks
+    while (shaped := Form(window, features=False).of(parts)).affordable(budget, tokens) < 0:
+        window -= 1
+    return shaped
 
 
 def state_bytes(mechanism: Any) -> int:
@@ -118,10 +129,10 @@ def read_exactly(original: Any, tokens: list[int]) -> tuple[list[Layer], float]:
     from attngap.models.capture import capture
 
     found: list[Layer] = []
-    body, start = body_of(original), time.perf_counter()
+    body, start = body_of(original), time.process_time()
     with capture(body, lambda call: found.append(Layer(call.k, call.v, call.rotary))):
         body(input_ids=torch.tensor([tokens]), use_cache=False)
-    return found, time.perf_counter() - start
+    return found, time.process_time() - start
 
 
 @torch.no_grad()
@@ -141,25 +152,33 @@ def handed_over(converted: Any, layers: list[Layer]) -> Any:
 def read_throughout(converted: Any, tokens: list[int]) -> tuple[Any, float]:
     from attngap.models.swap import empty_cache
 
-    cache, start = empty_cache(converted), time.perf_counter()
+    cache, start = empty_cache(converted), time.process_time()
     converted(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache, time.perf_counter() - start
+    return cache, time.process_time() - start
 
 
-def best(parts: Parts, scores: list[list[float]], count: int) -> list[Group]:
+def best(parts: Parts, scores: Scores, count: int) -> list[Group]:
     """So many groups of those that have a replacement, the highest scores first."""
     can = [(layer, g) for layer in parts.mechanisms for g in range(parts.groups)]
     return sorted(can, key=lambda at: (-scores[at[0]][at[1]], at))[: max(0, count)]
 
 
-def random_scores(layers: int, groups: int, seed: int) -> list[list[float]]:
+def random_scores(layers: int, groups: int, seed: int) -> Scores:
     rng = random.Random(seed)
     return [[rng.random() for _ in range(groups)] for _ in range(layers)]
 
 
-def read_scores(folder: Path, name: str) -> list[list[float]] | None:
-    path = folder / f"{name}-scores.json"
-    return json.loads(path.read_text())["groups"] if path.exists() else None
+def our_scores(folder: Path) -> Callable[[int], Scores]:
+    """Ours, by the window of the groups that are replaced."""
+
+    def at(window: int) -> Scores:
+        found = read_scores(folder, "our", window)
+        if found is None:
+            raise SystemExit("Scores of heads are needed first: python benchmarks/rivals scores")
+        return found
+
+    at(0)
+    return at
 
 
 def load_parts(folder: Path, model: str, window: int | None) -> Parts:
@@ -176,18 +195,16 @@ def ours(options: argparse.Namespace) -> None:
     parts = load_parts(options.output, options.model, options.window)
     found = variants(parts, options)
     answers = Answers(options.output)
-    wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
-    for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
-        if row["example"] < options.examples and row["kind"] in options.kinds:
-            _handed_over(parts.original, row, options.budgets, found, answers)
-            _throughout(parts, row, options, found.get(OURS), answers)
+    for row in wanted(options):
+        _handed_over(parts.original, row, options.budgets, found, answers)
+        _throughout(parts, row, options, found.get(OURS), answers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A choice of heads, and the form of the others at a length and budget."""
 
-    scores: list[list[float]]
+    scores: Callable[[int], Scores]  # by the window of the others
     shaped: Callable[[int, float], Parts | None]
 
     def model(self, length: int, tokens: int, budget: float) -> Callable[[], Any] | None:
@@ -195,40 +212,38 @@ class Variant:
         parts = self.shaped(length, budget)
         if parts is None or (count := parts.affordable(budget, tokens)) < 0:
             return None
-        return lambda: parts.convert(best(parts, self.scores, count))
+        return lambda: parts.convert(best(parts, self.scores(parts.window), count))
 
 
 def variants(parts: Parts, options: argparse.Namespace) -> dict[str, Variant]:
     """Those that are wanted, by name."""
-    folder, our = options.output, read_scores(options.output, "our")
-    if our is None:
-        raise SystemExit("Ours needs scores of heads first: python benchmarks/rivals scores")
+    folder, our = options.output, our_scores(options.output)
 
-    def fitting(length: int, budget: float) -> Parts | None:
-        form = chosen_form(folder, length, budget)
+    def fitting(length: int, budget: float, *, featureless: bool = False) -> Parts | None:
+        form = chosen_form(folder, length, budget, featureless=featureless)
         return None if form is None else form.of(parts)
 
-    near = parts.without_features()
+    drawn = random_scores(parts.layers, parts.groups, 0)
     found = {
         OURS: Variant(our, fitting),
-        RANDOM: Variant(random_scores(parts.layers, parts.groups, 0), fitting),
+        RANDOM: Variant(lambda window: drawn, fitting),
         ONE_WINDOW: Variant(our, lambda length, budget: parts),
-        WINDOW_FORM: Variant(our, lambda length, budget: near),
+        WINDOW_FORM: Variant(our, functools.partial(fitting, featureless=True)),
     }
     theirs = read_scores(folder, "duo")
     if theirs is not None:
-        found[OUR_FORM_THEIR_HEADS] = Variant(theirs, fitting)
+        found[OUR_FORM_THEIR_HEADS] = Variant(lambda window: theirs, fitting)
     return {name: each for name, each in found.items() if not options.only or name in options.only}
 
 
 def _handed_over(
-    original: Any, row: dict, budgets: list[float], wanted: Mapping[str, Variant], answers: Answers
+    original: Any, row: dict, budgets: list[float], forms: Mapping[str, Variant], answers: Answers
 ) -> None:
     """Everything that goes on from one exact pass."""
     tokens, full = row["context"], full_bytes(original.config, len(row["context"]))
     todo = [
         (name, budget, make)
-        for name, variant in wanted.items()
+        for name, variant in forms.items()
         for budget in answers.missing(name, budgets, row)
         if (make := variant.model(row["length"], len(tokens), budget)) is not None
     ]
@@ -240,20 +255,19 @@ def _handed_over(
         whole = [(layer.k, layer.v) for layer in layers]
         answers.ask(ORIGINAL, None, row, original, lambda: as_cache(whole), 1.0, seconds)
     for name, budget, make in todo:
-        start = time.perf_counter()
+        start = time.process_time()
         model = make()
         cache = handed_over(model, layers)
-        _ask(answers, name, budget, row, model, cache, full, seconds + time.perf_counter() - start)
+        _ask(answers, name, budget, row, model, cache, full, seconds + time.process_time() - start)
 
 
 def _throughout(parts: Parts, row: dict, options: argparse.Namespace, our: Variant | None, answers: Answers) -> None:
     """Models that read the context as they are, at the first budget: each needs a pass of its own."""
     tokens, budget = row["context"], options.budgets[0]
     full = full_bytes(parts.original.config, len(tokens))
-    wide = int(budget * len(tokens)) - parts.sinks
     models = {
         THROUGHOUT: None if our is None else our.model(row["length"], len(tokens), budget),
-        WINDOW_ALL: lambda: Form(wide, features=False).of(parts).convert([]),
+        WINDOW_ALL: lambda: widest(parts, budget, len(tokens)).convert([]),
     }
     for name, make in models.items():
         if make is None or (options.only and name not in options.only) or not answers.missing(name, [budget], row):
@@ -269,10 +283,8 @@ def converted(options: argparse.Namespace) -> None:
 
     model, _ = attngap.load(options.model)
     answers, budget = Answers(options.output), options.budgets[0]
-    wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
-    for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
-        asked = row["example"] < options.examples and row["kind"] in options.kinds
-        if asked and answers.missing(options.name, [budget], row):
+    for row in wanted(options):
+        if answers.missing(options.name, [budget], row):
             cache, took = read_throughout(model, row["context"])
             full = full_bytes(model.config, len(row["context"]))
             _ask(answers, options.name, budget, row, model, cache, full, took)

@@ -5,6 +5,7 @@ Memory is the most that the process held at once while it did so, above what it 
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import time
@@ -30,6 +31,7 @@ from presses import (
     ORIGINAL,
     PRUNING,
     as_cache,
+    is_installed,
     kept_groups,
     load,
     masked,
@@ -41,6 +43,7 @@ from presses import (
 )
 
 COSTS = "costs.jsonl"
+FIRST = 512  # tokens of a context read before it is timed
 WARM, TOKENS = 2, 12  # of decoding, before and while it is timed
 
 
@@ -49,18 +52,18 @@ class Costs:
 
     def __init__(self, folder: Path, length: int):
         self.path, self.length = folder / COSTS, length
-        self.row = next(row for row in contexts(folder) if row["length"] == length and row["kind"] == "text")
+        self.row = text_of(folder, length)
         self.done = {row["method"] for row in read_lines(self.path) if row["length"] == length}
 
     @torch.no_grad()
-    def note(self, method: str, compress: Callable[[], tuple[Any, Any]]) -> None:
-        """`compress` reads the context; it gives the model that goes on and its cache."""
+    def note(self, method: str, compress: Callable[[list[int]], tuple[Any, Any]]) -> None:
+        """`compress` reads a context; it gives the model that goes on and its cache."""
         if method in self.done:
             return
-        gc.collect()
+        compress(self.row["context"][:FIRST])  # what is loaded or compiled once is no prompt's cost
         forget_peak()
         before, start = held("VmRSS"), time.process_time()
-        model, cache = compress()
+        model, cache = compress(self.row["context"])
         prompt = time.process_time() - start
         token = self._token(model, cache)
         line = {"method": method, "length": self.length, "prompt": prompt, "token": token}
@@ -71,15 +74,29 @@ class Costs:
 
     def _token(self, model: Any, cache: Any) -> float:
         spent = []
-        for i in range(WARM + TOKENS):
-            start, place = time.process_time(), torch.tensor([[len(self.row["context"]) + i]])
-            model(input_ids=torch.tensor([[i]]), past_key_values=cache, position_ids=place, use_cache=True)
+        context = self.row["context"]
+        for i, token in enumerate(context[: WARM + TOKENS]):
+            start, place = time.process_time(), torch.tensor([[len(context) + i]])
+            model(input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=place, use_cache=True)
             spent.append(time.process_time() - start)
         return sum(spent[WARM:]) / TOKENS
 
 
+def text_of(folder: Path, length: int) -> dict:
+    """The context whose reading is timed."""
+    found = [row for row in contexts(folder) if row["length"] == length and row["kind"] == "text"]
+    if not found:
+        raise SystemExit(
+            f"No context of {length} tokens is there. python benchmarks/rivals prepare --lengths {length} makes some"
+        )
+    return found[0]
+
+
 def forget_peak() -> None:
     """From now on Linux notes the most that this process holds anew; elsewhere no memory is reported."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free but not given back would hide what comes next
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -94,33 +111,41 @@ def held(what: str) -> int | None:
 
 def kvpress_costs(options: argparse.Namespace) -> None:
     """Of the original and of kvpress' methods at the first budget, in kvpress' environment."""
+    if not is_installed():
+        return
     model = load(options.output)
     for length in options.lengths:
         _kvpress_costs(Costs(options.output, length), model, options.budgets[0], options.output)
 
 
 def _kvpress_costs(costs: Costs, model: Any, budget: float, folder: Path) -> None:
-    costs.note(ORIGINAL, lambda: (model, as_cache(prefill(model, costs.row, {})[0])))
+    costs.note(ORIGINAL, lambda tokens: (model, as_cache(_read(model, tokens)[0])))
     for name in PRUNING:
         press = press_of(name, budget)
-        costs.note(name, lambda press=press: (model, as_cache(prefill(model, costs.row, {0: press})[1][0])))
+        costs.note(name, lambda tokens, press=press: (model, as_cache(_read(model, tokens, {0: press})[1][0])))
+    kept = kept_groups(costs.row, budget, quick_scores(model, folder, None))
+    if kept is None:
+        print(f"{DUO} skipped at {costs.length} tokens: {budget:.0%} of the cache leave room for no group")
+    else:
+        with masked(model) as mask:
+            costs.note(DUO, lambda tokens: _duo(model, tokens, kept, mask))
     with masked(model) as mask:
-        costs.note(DUO, lambda: _duo(model, costs.row, budget, folder, mask))
-    with masked(model) as mask:
-        costs.note(KVZIP, lambda: _zip(model, costs.row, budget, mask))
+        costs.note(KVZIP, lambda tokens: _zip(model, tokens, budget, mask))
 
 
-def _duo(model: Any, row: dict, budget: float, folder: Path, mask: Callable) -> tuple[Any, Any]:
-    full = prefill(model, row, {})[0]
-    kept = kept_groups(row, budget, quick_scores(model, folder, None))
-    if kept is not None:
-        mask(streaming_masks(kept, len(row["context"]), full))
+def _read(model: Any, tokens: list[int], presses: dict | None = None) -> tuple:
+    return prefill(model, {"context": tokens}, presses or {})
+
+
+def _duo(model: Any, tokens: list[int], kept: torch.Tensor, mask: Callable) -> tuple[Any, Any]:
+    full = _read(model, tokens)[0]
+    mask(streaming_masks(kept, len(tokens), full))
     return model, as_cache(full)
 
 
-def _zip(model: Any, row: dict, budget: float, mask: Callable) -> tuple[Any, Any]:
-    full = prefill(model, row, {})[0]
-    mask(zip_masks(model, row, full, [budget])[budget])
+def _zip(model: Any, tokens: list[int], budget: float, mask: Callable) -> tuple[Any, Any]:
+    full = _read(model, tokens)[0]
+    mask(zip_masks(model, {"context": tokens}, full, [budget])[budget])
     return model, as_cache(full)
 
 
@@ -134,13 +159,13 @@ def our_costs(options: argparse.Namespace) -> None:
 
 
 def _our_costs(costs: Costs, original: Any, make: Callable[[], Any] | None) -> None:
-    tokens = costs.row["context"]
-    costs.note(f"{ORIGINAL}, our environment", lambda: (original, _whole(original, tokens)))
+    costs.note(f"{ORIGINAL}, our environment", lambda tokens: (original, _whole(original, tokens)))
     if make is None:
+        print(f"{OURS} skipped at {costs.length} tokens: no form fits; python benchmarks/rivals forms judges them")
         return
     model = make()
-    costs.note(OURS, lambda: (model, handed_over(model, read_exactly(original, tokens)[0])))
-    costs.note(THROUGHOUT, lambda: (model, read_throughout(model, tokens)[0]))
+    costs.note(OURS, lambda tokens: (model, handed_over(model, read_exactly(original, tokens)[0])))
+    costs.note(THROUGHOUT, lambda tokens: (model, read_throughout(model, tokens)[0]))
 
 
 def _whole(original: Any, tokens: list[int]) -> Any:

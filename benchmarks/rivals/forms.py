@@ -8,29 +8,28 @@ to text. No context of the tables takes part.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from conversions import FORMS, Form, Parts, best, load_parts, read_scores
+from conversions import FORMS, Form, Parts, best, load_parts, our_scores
+from heads import Scores
 from scores import heads_of, slices, tokenizer_of
 
-WINDOWS = (16, 64)
+WINDOWS = (16, 32, 64, 128, 256, 512)  # fixed before ours had answered anything
 SEED = 21  # scores of heads read other passages
 
 
 def forms(options: argparse.Namespace) -> None:
     """Judge every form at every budget and length that is not judged yet, and note the best."""
     parts = load_parts(options.output, options.model, None)
-    scores = read_scores(options.output, "our")
-    if scores is None:
-        raise SystemExit("Forms need scores of heads first: python benchmarks/rivals scores")
+    scores = our_scores(options.output)
     tokenizer, path = tokenizer_of(options.output), options.output / FORMS
     found = json.loads(path.read_text()) if path.exists() else {}
     for length in options.lengths:
         missing = [budget for budget in options.budgets if str(budget) not in found.get(str(length), {})]
         if not missing:
             continue
-        pieces = slices(parts.original, tokenizer, facts=length, text=length, seed=SEED)
+        pieces = slices(parts.original, tokenizer, max(WINDOWS), facts=length, text=length, seed=SEED)
         judged = judge(parts, scores, pieces, missing, length)
         found.setdefault(str(length), {}).update({str(budget): rows for budget, rows in judged.items()})
         path.write_text(json.dumps(found, indent=1))
@@ -39,7 +38,7 @@ def forms(options: argparse.Namespace) -> None:
 
 
 def judge(
-    parts: Parts, scores: list[list[float]], pieces: Sequence[Any], budgets: Sequence[float], length: int
+    parts: Parts, scores: Callable[[int], Scores], pieces: Sequence[Any], budgets: Sequence[float], length: int
 ) -> dict[float, list[dict[str, Any]]]:
     """The forms that fit each budget, the best first."""
     from attngap.conversion.joint import geometric_mean
@@ -53,7 +52,7 @@ def judge(
             count = shaped.affordable(budget, length)
             if count < 0:
                 continue
-            losses = reference.divergence(heads_of(shaped, best(shaped, scores, count)))
+            losses = reference.divergence(heads_of(shaped, best(shaped, scores(form.window), count)))
             row = {**form._asdict(), "groups": count, "divergence": [round(x, 5) for x in losses.tolist()]}
             found[budget].append(row | {"mean": round(geometric_mean(losses), 5)})
     return {budget: sorted(rows, key=lambda row: row["mean"]) for budget, rows in found.items()}

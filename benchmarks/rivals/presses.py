@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from asking import Answers, full_bytes
-from contexts import contexts
+from contexts import wanted
+from heads import read_scores, scores_path
 
 SINKS, RECENT = 128, 256  # of kvpress' DuoAttention
 DUO, DUO_OURS = "DuoAttention", "DuoAttention's form, our heads"
@@ -34,20 +35,28 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
 
 
+def is_installed() -> bool:
+    """Whether kvpress is; where not, say which methods are skipped and what installs it."""
+    if importlib.util.find_spec("kvpress") is not None:
+        return True
+    print(f"{', '.join((*PRUNING, KVZIP, DUO))} skipped: kvpress is not installed here. {INSTALL}")
+    return False
+
+
 def kvpress(options: argparse.Namespace) -> None:
     """Every method at every budget, on every context of the wanted lengths that has no answers yet."""
-    if importlib.util.find_spec("kvpress") is None:
-        print(f"{', '.join((*PRUNING, KVZIP, DUO))} skipped: kvpress is not installed here. {INSTALL}")
+    if not is_installed():
         return
     model = load(options.output)
     answers = Answers(options.output)
     scores = {DUO: quick_scores(model, options.output, options.text[0] if options.text else None)}
-    if (options.output / "our-scores.json").exists():
-        scores[DUO_OURS] = torch.tensor(json.loads((options.output / "our-scores.json").read_text())["groups"])
-    wanted = [row for row in contexts(options.output) if row["length"] in options.lengths]
-    for row in sorted(wanted, key=lambda row: (row["example"], options.lengths.index(row["length"]))):
-        if row["example"] < options.examples and row["kind"] in options.kinds:
-            _context(model, row, options.budgets, scores, answers)
+    our = read_scores(options.output, "our", RECENT)
+    if our is None:
+        print(f"{DUO_OURS} skipped: our scores are not there. python benchmarks/rivals scores makes them")
+    else:
+        scores[DUO_OURS] = torch.tensor(our)
+    for row in wanted(options):
+        _context(model, row, options.budgets, scores, answers)
 
 
 def _context(model: Any, row: dict, budgets: list[float], scores: dict[str, torch.Tensor], answers: Answers) -> None:
@@ -72,9 +81,9 @@ def _context(model: Any, row: dict, budgets: list[float], scores: dict[str, torc
             masks = streaming_masks(groups, len(row["context"]), full)
             _ask_masked(model, row, full, masks, answers, name, budget, seconds)
     if zipped:
-        start = time.perf_counter()
+        start = time.process_time()
         by_budget = zip_masks(model, row, full, zipped)
-        took = seconds + time.perf_counter() - start
+        took = seconds + time.process_time() - start
         for budget, masks in by_budget.items():
             _ask_masked(model, row, full, masks, answers, KVZIP, budget, took)
 
@@ -103,23 +112,23 @@ def prefill(model: Any, row: dict, presses: dict) -> tuple[Tensors, dict[Any, Te
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         full.append((layer.keys, layer.values))
         for key, press in presses.items():
-            start = time.perf_counter()
+            start = time.process_time()
             held[key].append(press.compress(module, kwargs["hidden_states"], *full[-1], output[1], kwargs))
-            spent[key] += time.perf_counter() - start
+            spent[key] += time.process_time() - start
 
     hooks = []
     for layer in model.model.layers:
         layer.self_attn.rotary_emb = model.model.rotary_emb  # as kvpress itself hands it to its presses
         layer.self_attn.masked_key_indices = None
         hooks.append(layer.self_attn.register_forward_hook(watch, with_kwargs=True))
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         tokens = torch.tensor([row["context"]])
         model(input_ids=tokens, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()
-    return full, held, spent, time.perf_counter() - start - sum(spent.values())
+    return full, held, spent, time.process_time() - start - sum(spent.values())
 
 
 def as_cache(tensors: Tensors) -> Any:
@@ -161,7 +170,10 @@ def _ask_masked(
     share = 1 - sum(len(each[0]) for each in masks) / sum(keys[..., 0].numel() for keys, _ in full)
     with masked(model) as mask:
         mask(masks)
-        answers.ask(name, budget, row, model, lambda: as_cache(full), share, seconds)
+        try:
+            answers.ask(name, budget, row, model, lambda: as_cache(full), share, seconds)
+        except ValueError as error:  # kvpress looks for a key that no query likes, and may find none
+            print(f"{name} skipped at {budget:.0%} of {row['length']} tokens of {row['kind']}: {error}", flush=True)
 
 
 def kept_groups(row: dict, budget: float, scores: torch.Tensor) -> torch.Tensor | None:
@@ -210,15 +222,15 @@ def quick_scores(model: Any, folder: Path, text: Path | None) -> torch.Tensor:
     """kvpress' quick scores of DuoAttention's heads, from books in place of the data set it would download."""
     from kvpress.presses import duo_attention_press
 
-    path = folder / "duo-scores.json"
+    path = scores_path(folder, "duo")
     if not path.exists():
         if text is None:
             raise SystemExit("DuoAttention's scores need a book to read: give --text BOOK once")
         chapters = Chapters(text.read_text(encoding="utf-8"))
         duo_attention_press.load_dataset = lambda *args, **kwargs: chapters
-        start = time.perf_counter()
+        start = time.process_time()
         found = duo_attention_press.duo_attention_on_the_fly(model)
-        path.write_text(json.dumps({"groups": found.tolist(), "seconds": time.perf_counter() - start}))
+        path.write_text(json.dumps({"groups": found.tolist(), "seconds": time.process_time() - start}))
     return torch.tensor(json.loads(path.read_text())["groups"])
 
 

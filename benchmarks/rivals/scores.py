@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from asking import Answers, full_bytes
 from contexts import contexts
-from conversions import Group, Parts, best, handed_over, load_parts, read_exactly, read_scores
+from conversions import Group, Parts, best, handed_over, load_parts, read_exactly
 from gates import train_gates
+from heads import Scores, read_scores, scores_path
 from torch import Tensor
 
-Scores = list[list[float]]
 SIZES = (0.4, 0.2, 0.1, 0.05, 0.02)  # shares of groups left after each round of ours
 TOKENS, ROWS, SEED = 4096, 256, 11  # of long passages, of a slice, of whatever is drawn
 PROBED = 256  # tokens of key-value pairs
@@ -31,9 +31,9 @@ CHOICES = {"text": 1, "lookup": 0, "repetition": 0}  # which example of each kin
 
 def scores(options: argparse.Namespace) -> None:
     """Compute those that are wanted and not there yet."""
-    parts = load_parts(options.output, options.model, None)
+    parts = load_parts(options.output, options.model, options.window)
     for name in options.scores:
-        path = options.output / f"{name}-scores.json"
+        path = scores_path(options.output, name, options.window)
         if path.exists():
             continue
         start = time.process_time()
@@ -46,8 +46,11 @@ def choices(options: argparse.Namespace) -> None:
     """How good is each choice? All others hold sinks and window only, so that nothing but the choice differs."""
     from attngap.models.cache import cache_bytes
 
-    parts = load_parts(options.output, options.model, None).without_features()
-    tables = {name: read_scores(options.output, name) for name in (*SCORES, "duo")}
+    parts = load_parts(options.output, options.model, options.window).without_features()
+    tables = {name: read_scores(options.output, name, parts.window) for name in (*SCORES, "duo")}
+    for name in (name for name, table in tables.items() if table is None):
+        step = "kvpress" if name == "duo" else f"scores --scores {name}"
+        print(f"Scores {name} skipped: they are not there. python benchmarks/rivals {step} makes them")
     answers = Answers(options.output)
     for row in contexts(options.output):
         if row["length"] not in options.lengths or row["example"] != CHOICES[row["kind"]]:
@@ -73,19 +76,28 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def slices(
-    original: Any, tokenizer: Any, *, facts: int = TOKENS, text: int = TOKENS // 4, seed: int = SEED
+    original: Any, tokenizer: Any, window: int, *, facts: int = TOKENS, text: int = TOKENS // 4, seed: int = SEED
 ) -> list[Any]:
-    """Ends of a long text whose numbers are asked for, of a repeated sequence, and of a text."""
+    """Ends of a long text whose numbers are asked for, of a sequence repeated beyond the window, and of a text."""
     from attngap.conversion.calibration import FactsPassage, repeats
     from attngap.conversion.slices import Slice, read_past
     from attngap.heads.passages import passages
 
     hay = passages(tokenizer, None, context=facts, count=1, seed=seed)
     numbers = FactsPassage.make(tokenizer, hay, seed=seed).tokens
-    repeated = repeats(tokenizer, context=min(text, TOKENS // 4), beyond=ROWS, seed=seed)
+    beyond = max(ROWS, window)
+    repeated = repeats(tokenizer, context=max(TOKENS // 4, 5 * beyond // 2), beyond=beyond, seed=seed)
     plain = passages(tokenizer, None, context=text, count=1, split="heldout", seed=seed)
     pasts = [read_past(original, tokens) for tokens in (numbers, repeated, plain)]
     return [Slice(past, past.tokens.shape[1] - ROWS, past.tokens.shape[1]) for past in pasts]
+
+
+def reference_of(parts: Parts, folder: Path, count: int = 3) -> Any:
+    """The first of the slices, and what the original says of them."""
+    from attngap.conversion.slices import SliceReference
+
+    pieces = slices(parts.original, tokenizer_of(folder), parts.window)[:count]
+    return SliceReference(parts.original, parts.mechanisms, pieces)
 
 
 def by_group(parts: Parts, heads: Mapping[tuple[int, int], float]) -> dict[Group, float]:
@@ -108,17 +120,13 @@ def as_table(parts: Parts, values: Mapping[Group, float]) -> Scores:
 
 def damage(parts: Parts, folder: Path) -> Scores:
     """Ours in one go: what replacing each head alone would do, to second order (docs/theory.md 5.1), on slices."""
-    from attngap.conversion.slices import SliceReference
-
-    reference = SliceReference(parts.original, parts.mechanisms, slices(parts.original, tokenizer_of(folder)))
+    reference = reference_of(parts, folder)
     return as_table(parts, by_group(parts, reference.head_damage()))
 
 
 def ours(parts: Parts, folder: Path) -> Scores:
     """As a conversion chooses: the damage first, then round by round what softmax gains the model as it is."""
-    from attngap.conversion.slices import SliceReference
-
-    reference = SliceReference(parts.original, parts.mechanisms, slices(parts.original, tokenizer_of(folder)))
+    reference = reference_of(parts, folder)
     gains = lambda kept: by_group(parts, reference.softmax_gains(heads_of(parts, kept))[0])  # noqa: E731
     return as_table(parts, ranks(by_group(parts, reference.head_damage()), gains))
 
@@ -216,9 +224,8 @@ def answered(model: Any, tokens: Tensor, asked: Tensor, silenced: Group | None, 
 def layers(parts: Parts, folder: Path) -> Scores:
     """Our reading of arXiv 2512.20569: layers by the divergence when all heads of one are replaced, once fitted."""
     from attngap.conversion.joint import geometric_mean
-    from attngap.conversion.slices import SliceReference
 
-    reference = SliceReference(parts.original, parts.mechanisms, slices(parts.original, tokenizer_of(folder))[:2])
+    reference = reference_of(parts, folder, 2)
     every = {(layer, head) for layer, m in parts.mechanisms.items() for head in range(m.heads)}
     found = {}
     for layer in parts.mechanisms:
@@ -233,7 +240,7 @@ def gates(parts: Parts, folder: Path) -> Scores:
     One gate a group mixes full attention with sinks and window; the distance of what the model makes of the answers to
     numbers stated long ago, plus a price on open gates, is brought down. The model itself is not trained.
     """
-    pieces = slices(parts.original, tokenizer_of(folder))[:2]
+    pieces = slices(parts.original, tokenizer_of(folder), parts.window)[:2]
     near = next(iter(parts.mechanisms.values()))
     found = train_gates(parts.original, list(parts.mechanisms), pieces, near.window, near.sinks)
     return as_table(parts, {(layer, g): x for layer, each in found.items() for g, x in enumerate(each)})

@@ -13,6 +13,7 @@ from asking import ANSWERS, read_lines
 from conversions import OURS
 from costs import COSTS
 from encoders import ENCODERS
+from heads import nearest_scores
 from presses import ORIGINAL
 from scores import CHOICE
 
@@ -81,11 +82,13 @@ def mean_over_tasks(recall: dict[str, dict[Key, float]]) -> float | None:
 
 
 def recall_interval(a: Found, b: Found | None = None) -> tuple[float, float]:
-    """95% interval of the mean over tasks; of a - b, question by question, where b is given.
+    """95% interval of the mean over tasks; of a - b, question by question, where b is given; of no tasks, anything.
 
     Some tasks have a single question, so how much questions vary is taken from all of them together.
     """
     tasks = [task for task in a.recall if b is None or b.recall.get(task)]
+    if not tasks:
+        return -math.inf, math.inf
     pairs = [_paired(a.recall[task], None if b is None else b.recall[task]) for task in tasks]
     mean = statistics.mean(statistics.mean(values) for values in pairs)
     spread = statistics.pvariance([value for values in pairs for value in values])
@@ -150,10 +153,9 @@ def table(found: dict[str, Found]) -> list[str]:
         found.items(), key=lambda pair: (pair[0] != ORIGINAL, pair[0] != OURS, -(pair[1].mean_recall or 0))
     )
     for name, each in ordered:
-        low, high = (min(1.0, max(0.0, end)) for end in recall_interval(each))
         cols = [name, f"{each.share:.0%}", "0" if name == ORIGINAL else f"{each.mean_divergence:.4f}"]
         cols += ["-" if (score := each.task(task)) is None else f"{score:.0%}" for task in tasks]
-        cols.append(f"{each.mean_recall:.0%} ({low:.0%}-{high:.0%})")
+        cols.append(recalled(each.mean_recall, recall_interval(each)))
         if ours is None or each is ours or each is original:
             cols += ["", ""]
         else:
@@ -161,6 +163,11 @@ def table(found: dict[str, Found]) -> list[str]:
             cols.append(verdict(divergence_interval(ours, each), more_is_better=False))
         lines.append("| " + " | ".join(cols) + " |")
     return lines
+
+
+def recalled(mean: float | None, interval: tuple[float, float]) -> str:
+    low, high = (min(1.0, max(0.0, end)) for end in interval)
+    return "-" if mean is None else f"{mean:.0%} ({low:.0%}-{high:.0%})"
 
 
 def read_answers(folder: Path) -> list[dict]:
@@ -228,8 +235,7 @@ def chosen(rows: list[dict], folder: Path) -> list[dict]:
     """One row for each score of heads and share kept."""
     found = []
     for name in dict.fromkeys(row["method"] for row in rows if row["method"].startswith(CHOICE)):
-        path = folder / f"{name.removeprefix(CHOICE)}-scores.json"
-        seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
+        seconds = (nearest_scores(folder, name.removeprefix(CHOICE), 0) or {"seconds": 0.0})["seconds"]
         for share in sorted({row["budget"] for row in rows if row["method"] == name}):
             each = gather(row for row in rows if row["method"] == name and row["budget"] == share)
             label = LABELS.get(name.removeprefix(CHOICE), name)
@@ -252,9 +258,7 @@ def choices(rows: list[dict], folder: Path) -> list[str]:
         if len(mine) < len(shares):
             continue
         cols = [name, f"{next(iter(mine.values()))['seconds']:.0f}"]
-        for share in shares:
-            low, high = (min(1.0, max(0.0, end)) for end in mine[share]["interval"])
-            cols.append(f"{mine[share]['recall']:.0%} ({low:.0%}-{high:.0%})")
+        cols += [recalled(mine[share]["recall"], mine[share]["interval"]) for share in shares]
         cols += [f"{mine[share]['divergence']:.3f}" for share in shares]
         lines.append("| " + " | ".join(cols) + " |")
     return [*lines, ""]

@@ -8,7 +8,9 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "rivals"
 NAMES = (
+    "texts",
     "asking",
+    "heads",
     "contexts",
     "presses",
     "conversions",

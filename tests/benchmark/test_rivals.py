@@ -56,6 +56,28 @@ def test_as_many_groups_are_kept_as_the_bytes_of_a_real_cache_allow(rivals):
     assert parts.affordable(0.01, 200) < 0
 
 
+@torch.no_grad()
+def test_sinks_and_window_in_all_heads_are_as_wide_as_the_budget_allows(rivals):
+    model, read = llama(), tokens(200)
+    parts = rivals.conversions.Parts(model, featured(model, 8), None)
+    layers, _ = rivals.conversions.read_exactly(model, read)
+    wide = rivals.conversions.widest(parts, 0.5, 200)
+    allowed = 0.5 * rivals.asking.full_bytes(model.config, 200)
+    sizes = []
+    for window in (wide.window, wide.window + 1):
+        shaped = rivals.conversions.Form(window, features=False).of(parts)
+        sizes.append(cache_bytes(rivals.conversions.handed_over(shaped.convert([]), layers)))
+    assert sizes[0] <= allowed + 32 * len(layers)  # counts of tokens are not of the state's size
+    assert sizes[1] > allowed
+
+
+def test_bytes_are_of_the_heads_own_size_where_a_model_names_one(rivals):
+    config = SimpleNamespace(head_dim=64, hidden_size=48, num_attention_heads=6)
+    assert rivals.asking.head_dim(config) == 64
+    config.head_dim = None
+    assert rivals.asking.head_dim(config) == 8
+
+
 def test_another_window_leaves_the_features_as_they_are(rivals):
     mechanism = featured(llama(), 8)[0]
     other = rivals.conversions.with_window(mechanism, 16)
@@ -226,6 +248,13 @@ def test_what_the_original_cannot_do_does_not_count(rivals):
     found = t.cells([*original, *ours], 1024, 0.25)
     assert list(found[t.OURS].recall) == ["copying"]
     assert found[t.OURS].mean_recall == 0.5
+
+
+def test_where_the_original_solves_nothing_recall_is_a_dash_and_nobody_is_ahead(rivals):
+    t = rivals.tables
+    original = [row | {"budget": None} for row in rows(t.ORIGINAL, lambda i: 0.0, 0.0)]
+    lines = t.table(t.cells([*original, *rows(t.OURS, lambda i: 0.0, 0.1), *rows("a", lambda i: 1.0, 0.1)], 1024, 0.25))
+    assert lines[-1].split(" | ")[-3:] == ["-", t.LEVEL, f"{t.LEVEL} |"]
 
 
 def test_a_page_is_written_anew_between_its_marks_only(rivals):

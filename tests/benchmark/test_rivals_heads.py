@@ -100,12 +100,12 @@ def test_what_scores_read_ends_in_questions_and_in_a_second_time(rivals):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=len(words))).eval()
-    facts, repeated, text = rivals.scores.slices(model, words, facts=2000, text=1200)
+    facts, repeated, text = rivals.scores.slices(model, words, 300, facts=2000, text=1200)
     assert [piece.stop - piece.start for piece in (facts, repeated, text)] == [rivals.scores.ROWS] * 3
     assert [piece.stop for piece in (facts, repeated, text)] == [2000, 1024, 1200]
     assert "n u m b e r" in words.decode(facts.past.tokens[0, facts.start : facts.stop])  # a letter a token
     again = repeated.past.tokens[0]
-    assert any(torch.equal(again[p:], again[:-p]) for p in range(rivals.scores.ROWS, 513))
+    assert any(torch.equal(again[p:], again[:-p]) for p in range(301, 513))
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def test_forms_are_judged_at_the_groups_they_leave_room_for_and_the_best_is_take
     monkeypatch.setattr(rivals.forms, "WINDOWS", (4, 64))
     model = sharp(llama())
     parts, scores = rivals.conversions.Parts(model, featured(model, 8), None), [[4.0, 3.0], [2.0, 1.0]]
-    found = rivals.forms.judge(parts, scores, ends(rivals, model), [0.95, 0.05], 120)
+    found = rivals.forms.judge(parts, lambda window: scores, ends(rivals, model), [0.95, 0.05], 120)
     assert found[0.05] == []
     rows = found[0.95]
     assert [row["mean"] for row in rows] == sorted(row["mean"] for row in rows)
@@ -127,4 +127,6 @@ def test_forms_are_judged_at_the_groups_they_leave_room_for_and_the_best_is_take
     (tmp_path / rivals.conversions.FORMS).write_text(json.dumps({"120": {"0.95": rows, "0.05": []}}))
     best = rivals.conversions.chosen_form(tmp_path, 120, 0.95)
     assert best == (rows[0]["window"], rows[0]["features"])
+    near = rivals.conversions.chosen_form(tmp_path, 120, 0.95, featureless=True)
+    assert near == next((row["window"], False) for row in rows if not row["features"])
     assert rivals.conversions.chosen_form(tmp_path, 120, 0.05) is None
