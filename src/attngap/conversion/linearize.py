@@ -19,6 +19,7 @@ from attngap.heads.replacement import build_replacement, resolve_replacement
 from attngap.models.mode import in_evaluation
 from attngap.models.plan import Plan, Replacement, architecture
 from attngap.models.positions import layer_positions
+from attngap.models.products import quick_products
 from attngap.models.save import (
     CARD,
     RECORD,
@@ -91,9 +92,10 @@ def linearize(
         if folder is not None:
             _check_unfinished(folder, checkpoint, overwrite)
         mechanisms = {layer: mechanism for layer, (mechanism, _) in built.items()}
-        run = ConversionRun(model, tokenizer, plan, text, options, mechanisms, checkpoint, quiet)
-        kept = run.fit_and_choose(ray)
-        converted = run.fit_jointly(kept)
+        with quick_products(model):
+            run = ConversionRun(model, tokenizer, plan, text, options, mechanisms, checkpoint, quiet)
+            kept = run.fit_and_choose(ray)
+            converted = run.fit_jointly(kept)
         # Where this model is: the plan may name it as it was seen from another folder, or on another machine.
         base = Base.of(model, str(model.config.name_or_path or ""))
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}

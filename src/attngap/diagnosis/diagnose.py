@@ -26,6 +26,7 @@ from attngap.heads.passages import passages as cut
 from attngap.models.mode import in_evaluation
 from attngap.models.placement import device_of, has_weights_elsewhere
 from attngap.models.plan import ModelFacts, architecture, fingerprint
+from attngap.models.products import quick_products
 from attngap.options import KEEP
 from attngap.provenance import provenance
 from attngap.storage.checkpoint import PIECES, open_checkpoint
@@ -87,7 +88,7 @@ def diagnose(
     )
     key = options.but(verify=0).record() | {"model": facts.fingerprint, "tokens": _digest(calibration, stress)}
     pieces = None if folder is None else folder / PIECES
-    with open_checkpoint(pieces, key) as checkpoint, _cluster(ray) as cluster:
+    with open_checkpoint(pieces, key) as checkpoint, _cluster(ray) as cluster, quick_products(model):
         run = DiagnosisRun(
             model=model,
             shape=shape,
