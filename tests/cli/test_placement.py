@@ -82,6 +82,27 @@ def test_a_cluster_and_a_device_are_not_for_one_run(place, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("verb", ["diagnose", "linearize"])
+@pytest.mark.parametrize(
+    ("address", "line"),
+    [
+        ("127.0.0.1:1", "No Ray cluster answers at '127.0.0.1:1'"),
+        ("nowhere", "Ray address 'nowhere' is not host:port"),
+        ("", "Ray address '' is not host:port"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_before_the_model_is_loaded(
+    place, tmp_path, monkeypatch, verb, address, line
+):
+    pytest.importorskip("ray", reason="ray is not installed: pip install attngap[ray]")
+    monkeypatch.setattr("attngap.models.load.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    done = RUNNER.invoke(app, [*verbs(place, tmp_path / "out")[verb], "--context", "48", "--ray", address])
+    assert isinstance(done.exception, AttngapError)
+    assert str(done.exception).startswith(line)
+    assert "\n" not in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_cluster_is_sent_all_weights(place, tmp_path):
     done = RUNNER.invoke(app, [*verbs(place, tmp_path / "out")["diagnose"], "--max-memory", "1MB", "--ray", "auto"])
     assert str(done.exception).endswith("--max-memory leaves some on disk. Leave out one of them")

@@ -36,6 +36,22 @@ def test_a_killed_run_leaves_its_pieces_and_a_finished_one_leaves_nothing(tmp_pa
     assert not folder.exists()
 
 
+def test_a_run_refused_before_its_first_piece_leaves_nothing(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    for place in (there, tmp_path / "new"):
+        with pytest.raises(AttngapError, match="no cluster"), open_checkpoint(place / "pieces", {"a": 1}):
+            raise AttngapError("no cluster")
+    assert list(tmp_path.rglob("*")) == [there]  # what was there before stays
+    with contextlib.suppress(KeyboardInterrupt), open_checkpoint(tmp_path / "new" / "pieces", {"a": 1}) as run:
+        run.put("one", {"x": torch.ones(1)})
+        raise KeyboardInterrupt
+    with pytest.raises(AttngapError), open_checkpoint(tmp_path / "new" / "pieces", {"a": 2}):
+        raise AttngapError("refused")
+    with open_checkpoint(tmp_path / "new" / "pieces", {"a": 1}) as run:
+        assert run.get("one") is not None
+
+
 def test_pieces_of_another_key_do_not_match(tmp_path):
     leave(tmp_path, {"seed": 0})
     with open_checkpoint(tmp_path, {"seed": 1}) as checkpoint:

@@ -77,12 +77,14 @@ def diagnose(
     from attngap.costs.room import check_room
     from attngap.diagnosis.diagnose import diagnose as run
     from attngap.diagnosis.tasks import check_sendable
+    from attngap.engine.cluster import check_address
     from attngap.heads.passages import read
     from attngap.models.load import load
 
     where = placed(dtype, device, max_memory)
     if ray is not None:  # before minutes of loading
         check_sendable(where["device"], on_disk=max_memory is not None)
+        check_address(ray)
     check_room(model, options, **where)
     documents = read(text) if text else None
     loaded, tokenizer = load(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, **where)

@@ -87,6 +87,7 @@ def linearize(
     check_output(output, "attngap.json", "converted model", overwrite=overwrite)
     from attngap.conversion.linearize import linearize as run
     from attngap.costs.room import check_room
+    from attngap.engine.cluster import check_address
     from attngap.heads.passages import read
     from attngap.models.load import load
     from attngap.models.plan import Plan
@@ -94,6 +95,8 @@ def linearize(
 
     keep_freed()
     where = placed(dtype, device, max_memory)
+    if ray is not None:  # before minutes of loading
+        check_address(ray)
     check_room(model, options, **where)
     documents = read(text) if text else None
     chosen = None if plan is None else Plan.load(plan)

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -101,13 +103,20 @@ def _has_workers(ray: Any) -> bool:
     return any(node["Alive"] and node["Resources"].get("CPU") for node in ray.nodes())
 
 
+def check_address(address: str) -> None:
+    """Refuse an address that is none or does not answer, before anything is loaded; "auto" is known on connecting."""
+    if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
+        raise missing_extra("A Ray address needs", "ray")
+    if address not in ("auto", "local"):
+        _knock(address)
+
+
 def _connect(address: str) -> Any:
     try:
         import ray
     except ImportError:
         raise missing_extra("A Ray address needs", "ray") from None
-    if address not in ("auto", "local"):
-        _knock(address)
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -88,16 +88,26 @@ class Checkpoint(Pieces):
 def open_checkpoint(folder: Path | None, key: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """Open a folder for the pieces of one run; they go when the run has finished, and stay when it has not.
 
+    A run that has not made any leaves no folder.
+
     Without a folder they are in a temporary one and go in either case.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="attngap-") as scratch:
             yield Checkpoint(Path(scratch), key)
         return
+    found = folder.parent.exists()
     claim(folder)
     with locked(folder / LOCK):
         checkpoint = Checkpoint(folder, key)
-        yield checkpoint
+        try:
+            yield checkpoint
+        except BaseException:
+            checkpoint.clear_if_empty()  # refused before its first piece: there is nothing to come back to
+            if not found:
+                with contextlib.suppress(OSError):  # not empty: the pieces are in it
+                    folder.parent.rmdir()
+            raise
         checkpoint.clear()
 
 
