@@ -66,14 +66,18 @@ class Parts:
         return convert(self.original, self.mechanisms, heads)
 
     def affordable(self, budget: float, tokens: int) -> int:
-        """How many groups can keep everything at a share of the original's cache; negative where not even none can."""
+        """How many groups can keep everything at a share of the original's cache; negative where not even none can.
+
+        A group that does needs no state.
+        """
         from attngap.models.cache import SPARE
 
-        config = self.original.config
-        states = sum(state_bytes(m) for m in self.mechanisms.values())
+        held = [state_bytes(m) for m in self.mechanisms.values()]
+        state = held[0][0]
         untouched = (self.layers - len(self.mechanisms)) * self.groups
         group = 2 * 4 * self.dim * (tokens + SPARE)
-        return int((budget * full_bytes(config, tokens) - states - untouched * group) // group)
+        least = len(held) * self.groups * state + sum(shared for _, shared in held) + untouched * group
+        return int((budget * full_bytes(self.original.config, tokens) - least) // (group - state))
 
 
 class Form(NamedTuple):
@@ -112,14 +116,18 @@ def widest(parts: Parts, budget: float, tokens: int) -> Parts:
     return shaped
 
 
-def state_bytes(mechanism: Any) -> int:
-    """Of one layer, counted on a real state."""
+def state_bytes(mechanism: Any) -> tuple[int, int]:
+    """Of one key head of a layer, and of what its key heads share, counted on a real state as a cache holds it."""
+    from attngap.mechanisms.held import hold
+
     tokens = mechanism.sinks + mechanism.window + 1
     k = torch.zeros(1, mechanism.kv_heads, tokens, mechanism.dim)
     v = torch.zeros(1, mechanism.kv_heads, tokens, mechanism.value_dim)
     turned = torch.zeros(1, tokens, mechanism.dim)
-    state = mechanism.state_after(k, v, (turned, turned))
-    return sum(x.numel() * x.element_size() for x in state.values())
+    state = hold(mechanism, mechanism.state_after(k, v, (turned, turned)), (turned, turned))
+    sizes = {name: x.numel() * x.element_size() for name, x in state.items()}
+    shared = sum(size for name, size in sizes.items() if name in ("cos", "sin", "count"))
+    return (sum(sizes.values()) - shared) // mechanism.kv_heads, shared
 
 
 @torch.no_grad()
