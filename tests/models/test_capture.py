@@ -230,3 +230,21 @@ def test_a_model_without_attention_is_told_so():
     mamba = next(each for each in architectures("causal") if each.name == "mamba").build()
     with pytest.raises(AttngapError, match="has no softmax attention"), capture(mamba, lambda call: None):
         pass
+
+
+def test_what_a_module_takes_is_what_its_signature_says():
+    """Kept by class; a forward of a module's own is asked itself."""
+    import inspect
+
+    from attngap.models.capture import _parameter_names
+    from attngap.models.products import quick_products
+
+    model = zoo.tiny()
+    for part in model.modules():
+        assert _parameter_names(part) == tuple(inspect.signature(part.forward).parameters)
+    with quick_products(model):
+        for part in model.modules():
+            assert _parameter_names(part) == tuple(inspect.signature(part.forward).parameters)
+    part = next(each for each in model.modules() if type(each).__name__ == "Linear")
+    part.forward = lambda encoder_hidden_states: encoder_hidden_states
+    assert _parameter_names(part) == ("encoder_hidden_states",)

@@ -7,6 +7,7 @@ are the same to the bit.
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import threading
 import weakref
@@ -31,6 +32,7 @@ from attngap.models.compat import (
     uses_interface,
 )
 from attngap.models.masks import FORBIDS, readable
+from attngap.models.products import Product
 
 NAME = "attngap_capture"
 # What `attngap.models.swap` calls its attention function, and the child of a module that says which heads it replaces.
@@ -198,15 +200,32 @@ def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
     return list(found.values())
 
 
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """What `forward` takes. A model is watched hundreds of times: asking every module anew takes seconds of them."""
+    own = vars(module).get("forward")
+    if own is None or isinstance(own, Product):  # which takes what a linear layer takes
+        return _names_of_class(type(module))
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+@functools.cache
+def _names_of_class(kind: type[nn.Module]) -> tuple[str, ...]:
+    forward = inspect.getattr_static(kind, "forward")
+    names = tuple(inspect.signature(kind.forward).parameters)
+    return names if isinstance(forward, staticmethod | classmethod) else names[1:]
+
+
 def _watch_cross(model: PreTrainedModel, watch: _Watch) -> list[Any]:
     """Note, before a module runs, whether it is given another sequence to attend to."""
     hooks = []
     for module in model.modules():
-        names = list(inspect.signature(module.forward).parameters)
+        names = _parameter_names(module)
         if not set(names) & set(CROSS_INPUTS):
             continue
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str] = names) -> None:
+        def note(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = names
+        ) -> None:
             given = dict(zip(names, args, strict=False)) | kwargs
             if not watch.here():
                 return
