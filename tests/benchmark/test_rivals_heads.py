@@ -123,7 +123,7 @@ def test_forms_are_judged_at_the_groups_they_leave_room_for_and_the_best_is_take
         assert count == shaped.affordable(0.95, 120)
         assert next(iter(shaped.mechanisms.values())).window == window
     assert groups[4, False] > groups[64, False]
-    assert groups[4, False] > groups.get((4, True), -1)
+    assert groups[4, False] >= groups[4, True]  # features take a little room
     (tmp_path / rivals.conversions.FORMS).write_text(json.dumps({"120": {"0.95": rows, "0.05": []}}))
     best = rivals.conversions.chosen_form(tmp_path, 120, 0.95)
     assert best == (rows[0]["window"], rows[0]["features"])
