@@ -22,6 +22,7 @@ from attngap.heads.forward import body_of, embedding, forward
 from attngap.heads.inputs import LayerInputs, layer_inputs
 from attngap.heads.replacement import build_replacement, output, relative_error
 from attngap.models.capture import Call, capture
+from attngap.ops.pages import give_back
 from attngap.progress import Advance, progress
 
 STRESS_DRAWS = 4  # there is one stress passage and many of text
@@ -177,6 +178,7 @@ def _damage(run: DiagnosisRun, name: str, tokens: Tensor, seed: int, advance: Ad
 
 def _changes(run: DiagnosisRun, name: str, call: Call, weighted: ReadWeights | None) -> Tensor:
     """(1 + ranks, h, t, dv): the fitted replacement's change of the output, then the ceiling's for each rank."""
+    give_back()  # what the layer before has left: else memory grows with the depth
     (one,) = layer_inputs(call)
     if weighted is not None:
         weighted.add_inputs(call.layer, one)

@@ -78,6 +78,15 @@ def keep_freed() -> None:
             ctypes.CDLL(None).mallopt(option, value)
 
 
+def give_back() -> None:
+    """Give memory that tensors gave back on to the system.
+
+    The C library keeps pieces of a few megabytes for later; between small things that stay they add up, layer by layer.
+    """
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):  # musl has none
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
     """The C library's madvise, where there are huge pages to ask for."""
