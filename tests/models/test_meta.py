@@ -38,7 +38,6 @@ DRAWN = {
 # Certificates of single heads are computed in processes on the CPU; a few rows are picked by an index.
 ON_CPU = {"diagnosis/bounds.py", "diagnosis/weighted.py", "theory/rank_bounds.py", "diagnosis/layers.py"}
 POSITIONS = {name: layer_positions(tiny(name)) for name in ("llama", "mistral", "qwen3", "gpt2")}
-ROWS_OF_A_BATCH = {"ops/hybrid/decode.py"}  # an index, which torch takes from the CPU
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +107,7 @@ def test_a_converted_model_reads_and_writes_without_numbers(name, dtype):
     state += [x for layer in cache.layers for x in (layer.state or {}).values()]
     assert len(state) > 4
     assert {x.device.type for x in state} == {"meta"}
-    assert {file for file, _ in mode.landed} <= ROWS_OF_A_BATCH
+    assert not mode.landed
 
 
 def test_a_padded_batch_is_read_without_numbers():

@@ -103,12 +103,11 @@ def _compiled(state: State, inputs, real, kept: KeptHeads, options: dict) -> Ten
 
 
 def _torch(state: State, inputs, real: Tensor | None, kept: KeptHeads, options: dict) -> Tensor:
-    rows = torch.arange(len(inputs[0])) if real is None else real.nonzero()[:, 0]
     q, v = inputs[0], inputs[2]
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     if real is None:
         out = step(state, *inputs, **options)
-    elif len(rows):
+    elif len(rows := real.nonzero()[:, 0]):
         part = {name: x[rows] for name, x in state.items()}
         out[rows] = step(part, *(x[rows] for x in inputs), **options)
         for name, x in part.items():
