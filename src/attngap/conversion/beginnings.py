@@ -14,11 +14,11 @@ from attngap.heads.forward import outputs
 from attngap.models.placement import device_of
 
 WORTH = 64  # tokens that two passages must share, or a copy of the cache costs as much
-Asked = tuple[Int[Tensor, "1 t"], int]  # a passage, and how many of its last tokens are to be predicted
+Asked = tuple[Int[Tensor, "1 _"], int]  # a passage, and how many of its last tokens are to be predicted
 
 
 @torch.no_grad()
-def guessed(model: PreTrainedModel, asked: Sequence[Asked]) -> list[Bool[Tensor, " count"]]:
+def guessed(model: PreTrainedModel, asked: Sequence[Asked]) -> list[Bool[Tensor, " _"]]:
     """Which of the last tokens of each passage are predicted, every token given once it was guessed."""
     if model.config.is_encoder_decoder:
         return [_right(outputs(model, tokens, count + 1), tokens, count) for tokens, count in asked]
