@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from attngap.benchmark import model as speeds
 from attngap.benchmark.bound import without_attention
 from attngap.benchmark.model import BOUND, model_speeds
 from attngap.conversion.choose import convert
@@ -46,6 +47,26 @@ def test_prompts_have_a_bound_and_tokens_have_none():
     assert BOUND not in decode["milliseconds"]
     taken = prompt["processor_milliseconds"]
     assert prompt["processor_times_as_fast_at_most"] == pytest.approx(taken["original"] / taken[BOUND])
+
+
+def test_a_long_prompt_is_read_at_once_and_in_pieces_and_the_quicker_counts(monkeypatch):
+    model, read = tiny(), []
+    models = {"original": model, "converted": convert(model, mechanisms(model), [(0, 1)])}
+    for each in models.values():
+        each.register_forward_pre_hook(
+            lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+        )
+
+    def timed(call, device):
+        read.clear()
+        call()
+        return {(64,): 3.0, (24, 24, 16): 2.0}[tuple(read)], 1.0
+
+    monkeypatch.setattr(speeds, "PIECE", 24)
+    monkeypatch.setattr(speeds, "_timed", timed)
+    record = speeds.prefill(models, 64)
+    assert record["tokens_at_once"] == {"original": 24, "converted": 24}
+    assert record["milliseconds"] == {"original": 2.0, "converted": 2.0}
 
 
 def test_lengths_beyond_learned_positions_are_left_out():

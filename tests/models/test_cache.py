@@ -34,6 +34,43 @@ def test_cached_uncached_and_chunked_give_the_same_tokens(name, keep, mechanism)
     assert torch.equal(generate(model, prefill_chunk_size=7), expected)
 
 
+def lengths_read(model, monkeypatch, **options):
+    """How many tokens each call of a model is given while it generates from PROMPT, and what it generates."""
+    forward, seen = model.forward, []
+
+    def watch(*args, **given):
+        seen.append(
+            next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None).shape[1]
+        )
+        return forward(*args, **given)
+
+    monkeypatch.setattr("attngap.models.twin.PIECE", 8)
+    monkeypatch.setattr(model, "forward", watch)
+    return generate(model, max_new_tokens=2, **options), seen
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, [8, 8, 7, 1]),
+        ({"num_beams": 2}, [8, 8, 7, 1]),
+        ({"prefill_chunk_size": 20}, [20, 3, 1]),
+        ({"use_cache": False}, [23, 24]),
+        ({"inputs_embeds": torch.ones(1, 23, 32)}, [23, 1]),
+    ],
+    ids=str,
+)
+def test_a_long_prompt_is_read_in_pieces_where_nothing_else_is_asked_for(options, lengths, monkeypatch):
+    model = converted()
+    if "inputs_embeds" in options:
+        options = {"inputs_embeds": model.get_input_embeddings()(PROMPT).detach()}
+    beams = {name: x for name, x in options.items() if name == "num_beams"}
+    want = generate(model, max_new_tokens=2, use_cache=False, **beams)
+    found, seen = lengths_read(model, monkeypatch, **options)
+    assert seen == lengths
+    assert torch.equal(found, want)
+
+
 def test_cached_logits_equal_uncached_ones_token_by_token():
     model = converted()
     cache = DynamicCache()

@@ -10,8 +10,6 @@ from attngap.cli.chat import check_sampling, say, talk
 from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.errors import AttngapError
 
-PREFILL = 2048  # tokens of a prompt read at a time: beyond the cache, memory does not grow with the prompt
-
 
 def generate(
     model: Annotated[str, typer.Argument(help="A folder written by `attngap linearize`, or any model by its name.")],
@@ -83,6 +81,7 @@ def write(
     from attngap.models.cache import cache_bytes
     from attngap.models.placement import device_of
     from attngap.models.prefill import exact_prefill
+    from attngap.models.twin import PIECE
 
     inputs = tokenizer(prompt, return_tensors="pt").to(device_of(model))
     if inputs.input_ids.shape[1] == 0:
@@ -95,7 +94,7 @@ def write(
         max_new_tokens=tokens,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if show else None,
         past_key_values=cache,
-        prefill_chunk_size=None if exact else PREFILL,
+        prefill_chunk_size=None if exact else PIECE,  # beyond the cache, memory does not grow with the prompt
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **sampling,
     )

@@ -2,16 +2,18 @@
 
 import copy
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attngap.errors import AttngapError
 from attngap.models.products import plain_products
 
+PIECE = 2048  # tokens of a prompt that are read at a time: what a layer computes of them stays in a processor's cache
 CHILD = "attngap"  # the child of an attention module that says which heads are replaced
 
 
@@ -25,7 +27,10 @@ class Converted:
         return super().train(mode)  # pyright: ignore[reportAttributeAccessIssue]
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """Decoding that proposes tokens and withdraws some needs a cache that was told so before the first of them."""
+        """A long prompt is read in pieces, unless another `prefill_chunk_size` is given.
+
+        Decoding that proposes tokens and withdraws some needs a cache that was told so before the first of them.
+        """
         from attngap.models.swap import empty_cache
 
         config: Any = options.get("generation_config") or (args[1] if len(args) > 1 else None)
@@ -35,6 +40,8 @@ class Converted:
         if withdraws and options.get("past_key_values") is None:
             options["past_key_values"] = empty_cache(self)  # pyright: ignore[reportArgumentType]
             options["past_key_values"].activate_past_recording()
+        if not withdraws and _reads_in_pieces(args, options, config):
+            options["prefill_chunk_size"] = PIECE
         return super().generate(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
@@ -58,6 +65,16 @@ class Converted:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class is made on the fly, so pickles and copies name the class it was made from."""
         return _revive, (plain_class(self),), vars(self)
+
+
+def _reads_in_pieces(args: tuple[Any, ...], options: Mapping[str, Any], config: Any) -> bool:
+    """A prompt of more than one piece, of tokens and nothing beside them that would have to be cut too."""
+    tokens = options.get("input_ids", options.get("inputs", args[0] if args else None))
+    given = {name for name, x in options.items() if isinstance(x, Tensor)} - {"input_ids", "inputs", "attention_mask"}
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] <= PIECE or given:
+        return False
+    chosen = options.get("prefill_chunk_size", config.prefill_chunk_size)
+    return chosen is None and bool(options.get("use_cache", config.use_cache is not False))
 
 
 @functools.cache
