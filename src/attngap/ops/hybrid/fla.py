@@ -7,7 +7,7 @@ and without a normalizer, which a column of ones beside the values adds up under
 
 They are used where `pip install "attngap[cuda]"` put them, and only after they gave on this device what torch gives on
 the CPU. `ATTNGAP_NATIVE=0` and `native.off()` turn them off, as all kernels. Single precision is multiplied in full:
-`TRITON_F32_DEFAULT` is set to `ieee` unless it says otherwise, and `tf32` is faster with a relative error of 1e-3.
+`TRITON_F32_DEFAULT` is set to `ieee` unless it says otherwise, and `tf32` is faster with errors of 2e-3.
 """
 
 import functools
