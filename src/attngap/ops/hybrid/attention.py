@@ -192,9 +192,10 @@ def far_form(device: torch.device, dtype: torch.dtype, heads: int, width: int, v
     """What computes the far part where several tokens of such heads are read, by name and version."""
     if fla.usable(device, dtype, heads, width, value_width):
         return fla.name()
+    if device.type != "cpu":
+        return "torch"
     state = torch.empty(1, 1, width, value_width, dtype=accumulate_dtype(dtype))
-    on_cpu = device.type == "cpu" and native.usable(torch.empty((), dtype=dtype), state=state)
-    return native.name() if on_cpu else "torch"
+    return native.name() if native.usable(torch.empty((), dtype=dtype), state=state) else "torch"
 
 
 def _compiled_fits(inputs: tuple[Tensor, ...], state: State) -> bool:
