@@ -72,6 +72,14 @@ def test_a_receipt_shows_the_same_numbers_in_a_notebook_and_a_terminal(receipt, 
         assert cell in shown
     assert len(list(page.iter(f"{SVG}rect"))) == 3  # the original is no distance from itself
     assert "The joint pass was short." in shown
+    assert "Far keys" not in shown
+
+
+def test_a_receipt_says_what_read_the_far_keys(receipt, capsys):
+    made = receipt.model_copy(update={"provenance": {"far_part": "flash-linear-attention 0.6.0"}})
+    made.show()
+    assert "Far keys are read by flash-linear-attention 0.6.0" in capsys.readouterr().out
+    assert "Far keys are read by flash-linear-attention 0.6.0" in made._repr_html_()
 
 
 def test_names_cannot_put_markup_into_a_notebook(receipt):

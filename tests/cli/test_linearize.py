@@ -141,6 +141,7 @@ def test_eval_adds_what_it_measures_and_leaves_what_stood_there(place, tmp_path)
     assert [entry["text"] for entry in (first, second)] == ["text.txt", "other.txt"]
     assert second["text_sha256"] == hashlib.sha256(TEXT[::-1].encode()).hexdigest() != first["text_sha256"]
     assert first["time"] <= second["time"] == second["provenance"]["time"]
+    assert second["provenance"]["far_part"] == before["provenance"]["far_part"]
     assert [speed["context"] for speed in first["speed"]["converted"]] == [48, 64]
     assert [speed["prefill"] is None for speed in first["speed"]["original"]] == [False, True]
     assert first["quality"]["original"]["perplexity_ratio"] == 1.0

@@ -2,6 +2,7 @@ import pytest
 
 import attngap
 from attngap.conversion.receipt import CONVERTED, ORIGINAL, WINDOW
+from attngap.ops import native
 from tests.conversion.small import TEXT, world
 from tests.zoo import tiny
 
@@ -28,6 +29,9 @@ def test_a_receipt_of_a_model_that_was_not_measured(pair):
     assert {place.split("@")[0] for place in receipt.quality[CONVERTED].needle_by_place} == {"48", "96"}
     assert [speed.context for speed in receipt.speed[CONVERTED]] == [64]
     assert "passages of 96 tokens" in receipt._repr_html_()
+    name = native.name() if native.available() else "torch"
+    assert receipt.provenance["far_part"] == before.provenance["far_part"] == name
+    assert f"Far keys are read by {name}" in receipt._repr_html_()
 
 
 def test_another_original_is_refused(pair):

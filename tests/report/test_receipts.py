@@ -1,4 +1,5 @@
 from attngap.report.sections.conversion import _off_scale
+from attngap.report.sections.provenance import _row
 from attngap.report.sections.receipts import limit, longest, measurements
 
 
@@ -55,3 +56,9 @@ def test_a_part_that_would_flatten_the_others_is_said_and_not_drawn():
     ]
     assert _off_scale(rows) == {"without window": 422.0}
     assert _off_scale(rows[:2]) == {}
+
+
+def test_the_sources_say_what_computed_the_far_part():
+    made = {"versions": {"torch": "2.13.0"}, "far_part": "flash-linear-attention 0.6.0"}
+    assert _row("receipt.json", "receipt", made)["versions"] == "torch 2.13.0, far part by flash-linear-attention 0.6.0"
+    assert _row("receipt.json", "receipt", made | {"far_part": None})["versions"] == "torch 2.13.0"

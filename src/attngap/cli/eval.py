@@ -79,7 +79,7 @@ def _measure(
     """Measure, and write receipt and card."""
     from attngap.cli.linearize import show
     from attngap.conversion.card import model_card
-    from attngap.conversion.evaluate import measure
+    from attngap.conversion.evaluate import far_part_of, measure
     from attngap.conversion.receipt import FILE, Receipt, unmeasured_receipt
     from attngap.heads.passages import language_reference, read
     from attngap.models.load import load
@@ -96,11 +96,13 @@ def _measure(
     figures = measure(original, converted, tokenizer, None, chosen, context=receipt.options["context"])
     named = ", ".join(path.name for path in text) if text else "Python's manual, its held-out part"
     digest = hashlib.sha256("\n\n".join(documents or language_reference()).encode()).hexdigest()
+    far_part = far_part_of(converted)
     if receipt.quality:
-        made = provenance(seed=chosen.seed, model=receipt.model)
+        made = provenance(seed=chosen.seed, model=receipt.model, far_part=far_part)
         updated = receipt.with_entry(figures, text=named, text_sha256=digest, made=made)
     else:
-        updated = receipt.with_figures(figures, note=f"measured later on {named} (sha256 {digest[:16]})")
+        named_now = receipt.model_copy(update={"provenance": receipt.provenance | {"far_part": far_part}})
+        updated = named_now.with_figures(figures, note=f"measured later on {named} (sha256 {digest[:16]})")
     updated.save(directory)
     write_text(directory / CARD, model_card(updated, conversion))
     if as_json:

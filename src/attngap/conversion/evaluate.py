@@ -29,8 +29,10 @@ from attngap.heads.forward import predicts_next
 from attngap.heads.passages import passages
 from attngap.heads.replacement import window_only
 from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.calls import far_parts_by
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.mixed import MixedHeads, mixed_heads
+from attngap.models.placement import device_of
 from attngap.models.products import quick_products
 from attngap.models.save import conversion_of, weights_hash
 from attngap.models.swap import swap
@@ -90,10 +92,15 @@ def evaluate(
         text=text if text is None or isinstance(text, str) else list(text),
     )
     receipt = unmeasured_receipt(conversion)
-    made = provenance(seed=chosen.seed, model=receipt.model)
+    made = provenance(seed=chosen.seed, model=receipt.model, far_part=far_part_of(converted))
     figures = measure(original, converted, tokenizer, None, chosen, context=max(lengths))
     options = receipt.options | {"context": max(lengths)}  # of the passages that were read here
     return receipt.model_copy(update={"provenance": made, "options": options}).with_figures(figures)
+
+
+def far_part_of(converted: PreTrainedModel) -> str | None:
+    """What computes the far part of its replaced heads, for the receipt."""
+    return far_parts_by((part.mechanism for part in mixed_heads(converted).values()), device_of(converted))
 
 
 def measure(

@@ -19,6 +19,12 @@ def headline(receipt: "Receipt") -> str:
     )
 
 
+def far_part(receipt: "Receipt") -> str:
+    """What computed the far part when it was measured; empty where no receipt says so."""
+    named = receipt.provenance.get("far_part")
+    return f"Far keys are read by {named}" if named else ""
+
+
 def tables(receipt: "Receipt") -> list[Grid]:
     """Quality beside original and baselines, then speed and memory where they were measured."""
     found = _grids("Quality on held-out text", receipt, receipt.options.get("context"))
@@ -42,6 +48,8 @@ def show(receipt: "Receipt") -> None:
     console.print(headline(receipt))
     for table in tables(receipt):
         console.print(table.rich())
+    if said := far_part(receipt):
+        console.print(said)
     for note in receipt.notes:
         console.print(f"Note: {note}")
 
@@ -52,7 +60,9 @@ def to_html(receipt: "Receipt") -> str:
     picture = f"<p>Divergence from the original:</p>{bars(apart, '.4f', BLUE)}" if apart else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in receipt.notes)
     grids = "".join(table.html() for table in tables(receipt))
-    return f"<div><p><b>{escape(headline(receipt))}</b></p>{picture}{grids}{f'<ul>{notes}</ul>' if notes else ''}</div>"
+    said = f"<p>{escape(far_part(receipt))}</p>" if far_part(receipt) else ""
+    below = f"{said}{f'<ul>{notes}</ul>' if notes else ''}"
+    return f"<div><p><b>{escape(headline(receipt))}</b></p>{picture}{grids}{below}</div>"
 
 
 def _quality(title: str, receipt: "Receipt | Entry") -> Grid:

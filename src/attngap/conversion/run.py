@@ -22,9 +22,11 @@ from attngap.conversion.slices import SliceReference
 from attngap.heads.choice import Keep, best_heads
 from attngap.heads.forward import predicts_next
 from attngap.mechanisms.base import Mechanism
+from attngap.mechanisms.calls import far_parts_by
 from attngap.mechanisms.fit import FitOptions
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.lora import add_lora
+from attngap.models.placement import device_of
 from attngap.models.plan import Plan
 from attngap.progress import progress
 from attngap.provenance import provenance
@@ -233,7 +235,11 @@ class ConversionRun:
             seconds=dict(self.seconds),
             notes=[*self.notes, *(["this run resumed an earlier one; seconds are its own only"] * self._resumed)],
             positions=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
-            provenance=provenance(seed=self.options.seed, model=facts.name),
+            provenance=provenance(
+                seed=self.options.seed,
+                model=facts.name,
+                far_part=far_parts_by(self.mechanisms.values(), device_of(self.model)),
+            ),
         )
 
     @property

@@ -1,14 +1,17 @@
-"""What compiled calls are told of a hybrid mechanism, and whether they may be made."""
+"""What compiled calls are told of a hybrid mechanism, whether they may be made, and what computes its far part."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.feature_maps import FADED, FASTEST, LARGEST_SCALE, LARGEST_SIZE, Prototype
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.ops import native
+from attngap.ops.hybrid import far_form
 from attngap.ops.hybrid.table import CallSetting
 
 AXES: dict[str, Any] = {"log_gain": (None, ..., None, None), "gain_weight": (None, ..., None, slice(None))}
@@ -47,3 +50,13 @@ def possible() -> bool:
         and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
     )
+
+
+def far_parts_by(mechanisms: Iterable[Mechanism], device: torch.device) -> str | None:
+    """What reads the far keys of several tokens, by name, as it would be chosen now; None where nothing does."""
+    found = set()
+    for part in mechanisms:
+        if isinstance(part, Hybrid) and part.feature_map.rank:
+            dtype = next((x.dtype for x in part.parameters()), torch.float32)
+            found.add(far_form(device, dtype, part.heads, part.feature_map.width, part.value_dim))
+    return " and ".join(sorted(found)) or None

@@ -16,10 +16,11 @@ from attngap.ops.check import (
     check_width,
     shape,
 )
-from attngap.ops.hybrid import compiled
+from attngap.ops.hybrid import compiled, fla
 from attngap.ops.hybrid.blocks import HybridBlocks, Near, forward_rows, split
 from attngap.ops.hybrid.decode import decode_step
 from attngap.ops.hybrid.layout import Layout
+from attngap.ops.hybrid.merged import HybridMerged
 from attngap.ops.hybrid.state import State, Tokens, check_hybrid_state, empty_state, push_piece, roll_up, unroll
 from attngap.ops.uncompiled import uncompiled
 
@@ -52,7 +53,8 @@ def hybrid_attention(
     exp(c_i + log_gain_i) fq_i.fk_j. Time is linear in t, the state constant in size. `log_gain` is None (zero), (h,) or
     (b, h, t); `mask` is (b, t), True at real tokens: others are not attended to, do not count as positions, and give
     zero rows. In float32 and float64 on the CPU a compiled kernel computes it where numba is installed; otherwise,
-    and if `chunk` is given, in blocks of so many rows. With `inplace` a state handed in is overwritten where that saves
+    and if `chunk` is given, in blocks of so many rows, on CUDA with the far part by flash-linear-attention's kernels
+    where they are installed and no `chunk` is given. With `inplace` a state handed in is overwritten where that saves
     time, as in decoding; it needs torch.no_grad. `near`, from `near_attention` on the same q, k and v, spares computing
     the near part again: for fitting features to a whole unpadded sequence.
 
@@ -96,7 +98,9 @@ def hybrid_attention(
             "scale": softmax_scale,
             "relative": relative,
         }
-        out, state = _pieces(inputs, state, mask, options | {"near": near})
+        sizes = q.shape[1], fq.shape[3], v.shape[3]
+        by_fla = chunk is None and near is None and fla.usable(q.device, q.dtype, *sizes, tracked=tracked)
+        out, state = _pieces(inputs, state, mask, options | {"near": near, "by_fla": by_fla})
     check_finite({"out": out}, {"q": q, "k": k, "v": v, "fq": fq, "fk": fk, "log_gain": log_gain})
     return out, state
 
@@ -184,6 +188,16 @@ def _gain(log_gain: Tensor | None, q: Tensor) -> Tensor:
     return (log_gain[None, :, None] if log_gain.ndim == 1 else log_gain).to(acc).expand(q.shape[:3])
 
 
+def far_form(device: torch.device, dtype: torch.dtype, heads: int, width: int, value_width: int) -> str:
+    """What computes the far part where several tokens of such heads are read, by name and version."""
+    if fla.usable(device, dtype, heads, width, value_width):
+        return fla.name()
+    if device.type != "cpu":
+        return "torch"
+    state = torch.empty(1, 1, width, value_width, dtype=accumulate_dtype(dtype))
+    return native.name() if native.usable(torch.empty((), dtype=dtype), state=state) else "torch"
+
+
 def _compiled_fits(inputs: tuple[Tensor, ...], state: State) -> bool:
     rings = (state["k"], state["v"], state["fk"], state["z"])
     return native.usable(*inputs, *rings, state=state["S"])
@@ -231,7 +245,17 @@ def _pieces(inputs: tuple[Tensor, ...], state: State, mask: Tensor | None, optio
 
 
 def _piece(
-    inputs: tuple[Tensor, ...], state: State, count: int, *, window: int, sinks: int, chunk: int, scale, relative, near
+    inputs: tuple[Tensor, ...],
+    state: State,
+    count: int,
+    *,
+    window: int,
+    sinks: int,
+    chunk: int,
+    scale,
+    relative,
+    near,
+    by_fla,
 ) -> tuple[Tensor, State]:
     """All sequences have seen `count` tokens and have no padding in this piece."""
     q, k, v, fq, fk, gain = inputs
@@ -240,7 +264,14 @@ def _piece(
     new_sinks = min(sinks - old_sinks, t)
     past = unroll(state, count, window, sinks)
     layout = Layout(old_sinks, new_sinks, past[2].shape[2], t, window, chunk)
-    out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, state["S"], state["z"], layout, scale, relative, near)
+    before = state["S"], state["z"]
+    if by_fla:
+        keys = fla.late(past[2], fk[:, :, new_sinks:], layout)
+        values = fla.late(past[1][:, :, old_sinks:], v[:, :, new_sinks:], layout)
+        far, mass, S, z = fla.far_part(fq, keys, values, *before)
+        out = HybridMerged.apply(q, k, v, gain, *past[:2], far, mass, layout, scale, relative)
+    else:
+        out, S, z = HybridBlocks.apply(q, k, v, fq, fk, gain, *past, *before, layout, scale, relative, near)
     return out, {
         "k": roll_up(past[0], k, count, window, sinks),
         "v": roll_up(past[1], v, count, window, sinks),

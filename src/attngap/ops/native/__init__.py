@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -46,6 +47,16 @@ def usable(*tensors: Tensor | None, state: Tensor) -> bool:
 def on() -> bool:
     """Whether compiled kernels are to be used at all here."""
     return _on.get() and available()
+
+
+def wanted() -> bool:
+    """Whether kernels of any kind are to be used here, GPUs' included: not inside `off`, not with ATTNGAP_NATIVE=0."""
+    return _on.get() and os.environ.get("ATTNGAP_NATIVE") != "0"
+
+
+def name() -> str:
+    """As a receipt calls them."""
+    return f"compiled (numba {importlib.metadata.version('numba')})"
 
 
 @functools.cache

@@ -32,6 +32,9 @@ def provenance_section(results: Results) -> list[Section]:
 def _row(file: str, kind: str, provenance: dict[str, Any]) -> dict[str, Any]:
     machine = provenance.get("machine", {})
     described = ", ".join(str(machine[key]) for key in ("cpu", "system") if machine.get(key))
+    versions = [f"{name} {version}" for name, version in provenance.get("versions", {}).items()]
+    if provenance.get("far_part"):
+        versions.append(f"far part by {provenance['far_part']}")
     cores = f"{machine['cores']} cores, " if machine.get("cores") else ""
     return {
         "file": file,
@@ -39,7 +42,7 @@ def _row(file: str, kind: str, provenance: dict[str, Any]) -> dict[str, Any]:
         "command": provenance.get("command"),
         "seed": provenance.get("seed", provenance.get("seeds")),
         "time": str(provenance.get("time", ""))[:16].replace("T", " ") or None,
-        "versions": ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items()),
+        "versions": ", ".join(versions),
         "machine": cores + described,
         "commit": (provenance.get("commit") or "")[:12] or None,
     }
