@@ -139,8 +139,8 @@ def _print_model(records: list[dict[str, Any]]) -> None:
         style="dim",
     )
     console.print(
-        f"decode: one token after so many; prefill: a whole prompt, at once or in pieces, whichever is quicker for each "
-        f"model. A token cannot take less than one read of the weights: {weights['mb']:.0f} MB, "
+        f"decode: one token after so many; prefill: a whole prompt, at once or in pieces, whichever is quicker for "
+        f"each model. A token cannot take less than one read of the weights: {weights['mb']:.0f} MB, "
         f"{weights['milliseconds']:.1f} ms.",
         style="dim",
     )

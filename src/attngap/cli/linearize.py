@@ -45,6 +45,7 @@ def linearize(
     text: Annotated[list[Path] | None, typer.Option(help="Text file; repeat it. Default: Python's manual.")] = None,
     mechanism: Annotated[str | None, _planned("mechanism", complete.mechanisms)] = None,
     window: Annotated[int | None, _planned("window")] = None,
+    even_windows: Annotated[bool, typer.Option("--even-windows", help=ConversionOptions.help("even_windows"))] = False,
     sinks: Annotated[int | None, _planned("sinks")] = None,
     context: Annotated[int, _help("context")] = _default("context"),
     tokens: Annotated[int, _help("tokens")] = _default("tokens"),
@@ -80,6 +81,7 @@ def linearize(
     given = {"keep": keep, "max_ppl_ratio": max_ppl_ratio, "max_ppl_length": max_ppl_length}
     given |= {"granularity": granularity}
     given |= {"mechanism": mechanism, "window": window, "sinks": sinks, "context": context, "tokens": tokens}
+    given |= {"even_windows": even_windows or None}
     given |= {"length": length, "steps": steps, "joint": joint, "rounds": rounds, "lora": lora, "seed": seed}
     options = ConversionOptions(**{name: value for name, value in given.items() if value is not None})
     from attngap.storage.folder import check_output

@@ -95,6 +95,13 @@ class LongCalibration:
             Slice(repeated, again - ROWS, again),
         ]
 
+    def text_slices(self) -> list[Slice]:
+        """Text near and far, which says how much of the past a layer must read exactly."""
+        facts = self._long[0]
+        length = facts.tokens.shape[1]
+        starts = [length * quarter // 4 - ROWS // 2 for quarter in (1, 2, 3)]
+        return [*self.judges()[: min(2, self.heldout)], *(Slice(facts, start, start + ROWS) for start in starts)]
+
     def slices(self, steps: int, seed: int) -> Iterator[Slice]:
         """What joint steps see: short and long passages in turns, at random places that judge nothing."""
         generator = torch.Generator().manual_seed(seed)

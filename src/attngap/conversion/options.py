@@ -1,6 +1,7 @@
 """What a conversion does, and for how long."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -26,7 +27,8 @@ class ConversionOptions(Options):
     mechanism: Annotated[
         str, Field(description="Feature map of what lies far; with a window of 0 any mechanism, on its own.")
     ] = "prototype"
-    window: Annotated[int, Field(ge=0, description="Last keys kept exact.")] = CONVERTED_WINDOW
+    window: Annotated[int, Field(ge=0, description="Last keys kept exact, the mean over layers.")] = CONVERTED_WINDOW
+    even_windows: Annotated[bool, Field(description="The same window in every layer.")] = False
     sinks: Annotated[int, Field(ge=0, description="First keys kept exact.")] = SINKS
     context: Annotated[int, Field(ge=16, description="Tokens per short passage.")] = 1024
     tokens: Annotated[int, Field(description="Calibration tokens in short passages.")] = 12288
@@ -53,3 +55,13 @@ class ConversionOptions(Options):
         if self.tokens < 2 * self.context:
             raise AttngapError(f"tokens must be at least {2 * self.context}, got {self.tokens}")
         return self
+
+
+def last_tokens(window: int, windows: Mapping[Any, int]) -> str:
+    """
+    >>> last_tokens(512, {}), last_tokens(512, {0: 128, 1: 1536})
+    ('512', '128 to 1,536 (by layer, at most 512 on average)')
+    """
+    if not windows:
+        return f"{window:,}"
+    return f"{min(windows.values()):,} to {max(windows.values()):,} (by layer, at most {window:,} on average)"

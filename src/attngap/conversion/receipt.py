@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from attngap.conversion import receipt_view
 from attngap.conversion.by_length import AtLength
-from attngap.conversion.options import ConversionOptions
+from attngap.conversion.options import ConversionOptions, last_tokens
 from attngap.conversion.quality import Quality
 from attngap.conversion.speed import Speed
 from attngap.errors import AttngapError
@@ -60,6 +60,7 @@ class Receipt(BaseModel):
     groups: int  # key heads of the whole model
     kept_groups: int  # those whose full cache some kept head needs
     keep: list[tuple[int, int]]
+    windows: dict[int, int] = {}  # by layer, where they are not the same in all
     options: dict[str, Any]
     quality: dict[str, Quality] = {}  # empty: not measured
     speed: dict[str, list[Speed]] = {}
@@ -71,6 +72,10 @@ class Receipt(BaseModel):
     notes: list[str] = []
     provenance: dict[str, Any] = {}
     entries: list[Entry] = []  # measured later, by `attngap eval`, the oldest first
+
+    def last_tokens(self) -> str:
+        """How many of the last tokens replaced heads read exactly, in words."""
+        return last_tokens(self.options["window"], self.windows)
 
     def save(self, directory: str | Path) -> None:
         write_text(Path(directory) / FILE, self.model_dump_json(by_alias=True, indent=1) + "\n")

@@ -19,6 +19,7 @@ from attngap.conversion.options import ConversionOptions
 from attngap.conversion.quality import perplexity
 from attngap.conversion.receipt import Receipt
 from attngap.conversion.slices import SliceReference
+from attngap.conversion.windows import Windows, set_windows, share_windows
 from attngap.heads.choice import Keep, best_heads
 from attngap.heads.forward import predicts_next
 from attngap.mechanisms.base import Mechanism
@@ -57,6 +58,7 @@ class ConversionRun:
         self.notes: list[str] = []
         self.errors: Tensor | None = None
         self.joint: dict[str, float] = {}
+        self.windows: Windows = {}
         self.length = self._length()
         with self.stage("calibration text", 1):
             long = self.length if self._slices() else None
@@ -176,6 +178,23 @@ class ConversionRun:
             )
         return best
 
+    def share_windows(self, keep: Keep) -> None:
+        """Give layers that need it more of the window, others less; slices tell which, where there are any."""
+        if self.long is None or self.options.even_windows or not 0 < len(keep) < self._heads():
+            return
+        done = self.checkpoint.get("windows")
+        if done is None:
+            pieces = self.long.text_slices()
+            with self.stage("sharing out windows", len(pieces)) as advance:
+                reference = SliceReference(self.model, self.mechanisms, pieces)
+                found = share_windows(reference, keep, self.options.window, advance)
+            self.checkpoint.put("windows", {"windows": torch.tensor(sorted(found.items()))})
+        else:
+            found = dict(done["windows"].tolist())
+            set_windows(self.mechanisms, found)
+        self._slice_reference.forget()
+        self.windows = found if len(set(found.values())) > 1 else {}
+
     def fit_jointly(self, keep: Keep) -> PreTrainedModel:
         """The converted model, its replacements fitted together."""
         o = self.options
@@ -232,6 +251,7 @@ class ConversionRun:
             options=self.options.record(),
             fit_error=self._fit_error(keep),
             joint=self.joint,
+            windows=self.windows,
             seconds=dict(self.seconds),
             notes=[*self.notes, *(["this run resumed an earlier one; seconds are its own only"] * self._resumed)],
             positions=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),

@@ -33,6 +33,7 @@ from attngap.models.placement import device_of
 from attngap.storage.overflow import Overflow
 
 HELD = torch.float16  # of kept keys and values: they are read once each time a slice is
+Add = Callable[[Call, Tensor, Tensor], Tensor | None]  # what else, of a call, its kept heads and what replaces all
 CHECKED = 8  # tokens on which the output layer must give the model's own logits
 
 
@@ -137,11 +138,13 @@ def read_slice(
     keep: Keep | None,
     shares: Mapping[int, Shares] | None = None,
     before: Callable[[int], State] | None = None,
+    add: Add | None = None,
 ) -> Float[Tensor, "1 n vocabulary"]:
     """Logits of the slice with all heads replaced but those in `keep`; with None every head keeps softmax.
 
     With `shares`, share_ht (softmax - replacement) is added to head h at token t. `before` gives a layer's state after
-    the past where it is known; without, it is made of the past's keys, and gradients reach the features.
+    the past where it is known; without, it is made of the past's keys, and gradients reach the features. `add` is given
+    the call, which of its heads are kept and what replaces them all, and says what else to add to a layer's output.
     """
     past, start, stop = piece
 
@@ -157,10 +160,12 @@ def read_slice(
         exact = _exact(call, past, start, kept) if bool(kept.any()) else None
         if exact is not None and bool(kept.all()) and share is None:
             return exact
-        state = _state(mechanism, past.layers[call.layer], start) if before is None else before(call.layer)
+        state = state_of(mechanism, past.layers[call.layer], start) if before is None else before(call.layer)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not bool(kept.all())):
             replaced = _replaced(call, mechanism, state, start)
         out = replaced if exact is None else torch.where(kept[:, None, None], exact, replaced)
+        more = None if add is None else add(call, kept, replaced.detach())
+        out = out if more is None else out + more
         if share is None:
             return out
         with torch.no_grad():  # softmax of heads that are replaced is asked for by their shares alone
@@ -205,7 +210,7 @@ def _exact(call: Call, past: Past, start: int, wanted: Bool[Tensor, " h"]) -> Fl
     return torch.cat(found, 1)
 
 
-def _state(mechanism: Mechanism, before: Kept, start: int) -> State:
+def state_of(mechanism: Mechanism, before: Kept, start: int) -> State:
     """Of the replacement after the past. For a gradient it is made twice: features of 8,192 keys of every layer take
     more memory than all the rest."""
     if not isinstance(mechanism, Hybrid):
@@ -250,7 +255,7 @@ class SliceReference:
     @torch.no_grad()
     def divergence(self, keep: Keep) -> Float[Tensor, " count"]:
         """With these heads kept, on each slice."""
-        losses = [divergence(self._read(i, keep), teacher, is_language_model=True) for i, teacher in self.pairs()]
+        losses = [divergence(self.read(i, keep), teacher, is_language_model=True) for i, teacher in self.pairs()]
         return torch.stack(losses)
 
     def loss(self, piece: Slice, keep: Keep) -> Float[Tensor, ""]:
@@ -266,8 +271,8 @@ class SliceReference:
         found = []
         for place in range(len(self.pieces)):
             shares = self._shares(place, every)
-            with self._frozen(), torch.enable_grad():
-                out = self._read(place, every, shares)
+            with self.frozen(), torch.enable_grad():
+                out = self.read(place, every, shares)
                 found.append(_information(out, shares, generator))
         return of_all(found)
 
@@ -280,8 +285,8 @@ class SliceReference:
         losses, found = [], []
         for place, teacher in self.pairs():
             shares = self._shares(place, every if among is None else among)
-            with self._frozen(), torch.enable_grad():
-                out = self._read(place, keep, shares)
+            with self.frozen(), torch.enable_grad():
+                out = self.read(place, keep, shares)
                 loss = divergence(out, teacher, is_language_model=True)
                 slopes = torch.autograd.grad(loss, [share.value for share in shares.values()], retain_graph=True)
                 second = _information(out, shares, generator)
@@ -293,19 +298,26 @@ class SliceReference:
             losses.append(loss.detach())
         return of_all(found), torch.stack(losses)
 
-    def _read(self, place: int, keep: Keep, shares: Mapping[int, Shares] | None = None) -> Tensor:
+    def read(
+        self,
+        place: int,
+        keep: Keep,
+        shares: Mapping[int, Shares] | None = None,
+        add: Add | None = None,
+    ) -> Tensor:
+        """Logits of one of the slices, see `read_slice`."""
         piece = self.pieces[place]
 
         def before(layer: int) -> State:
             if (place, layer) not in self._states:
                 with torch.no_grad():
-                    made = _state(self.mechanisms[layer], piece.past.layers[layer], piece.start)
+                    made = state_of(self.mechanisms[layer], piece.past.layers[layer], piece.start)
                 self._states[place, layer] = made
             return dict(self._states[place, layer])
 
-        return read_slice(self.original, self.mechanisms, piece, keep, shares, before)
+        return read_slice(self.original, self.mechanisms, piece, keep, shares, before, add)
 
-    def _frozen(self) -> contextlib.ExitStack:
+    def frozen(self) -> contextlib.ExitStack:
         """No gradients of weights, neither of the model's nor of the replacements'."""
         stack = contextlib.ExitStack()
         for part in (self.original, *self.mechanisms.values()):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from attngap.conversion.options import last_tokens
 from attngap.report.page import Column, Fact
 from attngap.report.results import Result
 
@@ -67,7 +68,8 @@ def limit(content: Row) -> str | None:
     options = content["options"]
     if not options.get("window"):
         return None
-    near = f"the first {options['sinks']} and the last {options['window']} tokens"
+    last = last_tokens(options["window"], content.get("windows") or {})
+    near = f"the first {options['sinks']} and the last {last} tokens"
     if options.get("context") and _cut_off(content):
         return f"Beyond {options['context']:,} tokens replaced heads read {near} only."
     if useless := _without_use(content):
@@ -128,7 +130,8 @@ def facts(receipt: Result) -> list[Fact]:
 def _others(content: Row) -> str:
     """What the replaced heads have."""
     options = content["options"]
-    near = f" and a window of {options['window']:,} tokens" if options.get("window") else ""
+    window, windows = options.get("window"), content.get("windows") or {}
+    near = f" and a window of {last_tokens(window, windows)} tokens" if window else ""
     return f"the others: {content['mechanism']} features{near}"
 
 
