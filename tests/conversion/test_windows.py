@@ -68,9 +68,10 @@ def test_a_narrow_window_is_not_believed_to_be_better():
 def test_gains_are_slopes_of_the_divergence_and_what_curvature_takes_off(monkeypatch):
     """The slope against a small share of the other window's output, for every layer and window."""
     found, now, sizes, step = reference(60, 90), {0: 8, 1: 8}, (4, 8, 24), 1e-3
-    curved = window_gains(found, KEEP, now, sizes, nothing)
+    curved, losses = window_gains(found, KEEP, now, sizes, nothing)
+    torch.testing.assert_close(losses, found.divergence(KEEP))
     monkeypatch.setattr(windows, "label_directions", lambda out, _: iter([torch.zeros_like(out)]))
-    straight = window_gains(found, KEEP, now, sizes, nothing)
+    straight, _ = window_gains(found, KEEP, now, sizes, nothing)
     cases = [(layer, size) for layer in now for size in sizes if size != now[layer]]
     for case in cases:
         real = []
@@ -96,7 +97,7 @@ def test_the_whole_change_is_the_other_window():
     found.mechanisms[1].window = 16
     found.forget()
     with torch.no_grad():
-        torch.testing.assert_close(found.read(0, KEEP), blended, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.read(0, KEEP), blended, atol=5e-3, rtol=1e-2)  # held in half precision
 
 
 def test_windows_that_are_shared_out_take_no_more_memory_and_lose_less():
@@ -140,7 +141,7 @@ def test_a_saved_conversion_has_the_windows_it_was_given(short, tmp_path, monkey
     tokens = torch.randint(5, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, converted(tokens).logits)
-    assert "4 to 12" in (tmp_path / "out" / "README.md").read_text()
+    assert "4 to 12 tokens" in (tmp_path / "out" / "README.md").read_text()
 
 
 def give(reference, windows):
@@ -174,3 +175,11 @@ def test_a_run_killed_after_windows_were_shared_out_goes_on_with_them(short, tmp
     tokens = torch.randint(5, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.equal(resumed(tokens).logits, whole(tokens).logits)
+
+
+def test_a_model_in_half_precision_gets_windows_too(short, monkeypatch):
+    seen = []
+    monkeypatch.setattr(run_module, "share_windows", lambda *given: seen.append(share_windows(*given)) or seen[0])
+    model = tiny().to(torch.bfloat16)
+    linearize(model, tokenizer(), text=TEXT, measured=False, granularity="head", quiet=True, **short)
+    assert set(seen[0]) == {0, 1}

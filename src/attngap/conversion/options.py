@@ -60,8 +60,8 @@ class ConversionOptions(Options):
 def last_tokens(window: int, windows: Mapping[Any, int]) -> str:
     """
     >>> last_tokens(512, {}), last_tokens(512, {0: 128, 1: 1536})
-    ('512', '128 to 1,536 (by layer, at most 512 on average)')
+    ('512 tokens', '128 to 1,536 tokens (by layer, at most 512 on average)')
     """
     if not windows:
-        return f"{window:,}"
-    return f"{min(windows.values()):,} to {max(windows.values()):,} (by layer, at most {window:,} on average)"
+        return f"{window:,} tokens"
+    return f"{min(windows.values()):,} to {max(windows.values()):,} tokens (by layer, at most {window:,} on average)"

@@ -19,10 +19,11 @@ def headline(receipt: "Receipt") -> str:
     )
 
 
-def far_part(receipt: "Receipt") -> str:
-    """What computed the far part when it was measured; empty where no receipt says so."""
+def reading(receipt: "Receipt") -> list[str]:
+    """What replaced heads read exactly, and what computed the rest when it was measured; as far as a receipt says."""
+    near = f"Replaced heads read exactly the last {receipt.last_tokens()}" if receipt.options.get("window") else ""
     named = receipt.provenance.get("far_part")
-    return f"Far keys are read by {named}" if named else ""
+    return [each for each in (near, f"Far keys are read by {named}" if named else "") if each]
 
 
 def tables(receipt: "Receipt") -> list[Grid]:
@@ -48,8 +49,8 @@ def show(receipt: "Receipt") -> None:
     console.print(headline(receipt))
     for table in tables(receipt):
         console.print(table.rich())
-    if said := far_part(receipt):
-        console.print(said)
+    for line in reading(receipt):
+        console.print(line)
     for note in receipt.notes:
         console.print(f"Note: {note}")
 
@@ -60,7 +61,7 @@ def to_html(receipt: "Receipt") -> str:
     picture = f"<p>Divergence from the original:</p>{bars(apart, '.4f', BLUE)}" if apart else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in receipt.notes)
     grids = "".join(table.html() for table in tables(receipt))
-    said = f"<p>{escape(far_part(receipt))}</p>" if far_part(receipt) else ""
+    said = "".join(f"<p>{escape(line)}</p>" for line in reading(receipt))
     below = f"{said}{f'<ul>{notes}</ul>' if notes else ''}"
     return f"<div><p><b>{escape(headline(receipt))}</b></p>{picture}{grids}{below}</div>"
 

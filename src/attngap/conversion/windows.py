@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from attngap.conversion.joint import divergence, geometric_mean
-from attngap.conversion.slices import Add, SliceReference, state_of
+from attngap.conversion.slices import HELD, Add, SliceReference, state_of
 from attngap.heads.choice import Keep
 from attngap.heads.damage import label_directions
 from attngap.mechanisms.base import Mechanism
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call
+from attngap.models.placement import device_of
 
 SIZES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the mean window
 Windows = dict[int, int]  # by layer
@@ -33,11 +35,11 @@ def share_windows(reference: SliceReference, keep: Keep, window: int, advance: C
     groups = {layer: held_groups(m, layer, keep) for layer, m in mechanisms.items()}
     even = {layer: window for layer, count in groups.items() if count}
     sizes = sorted({max(1, round(size * window)) for size in SIZES} | {window})
-    before = geometric_mean(reference.divergence(keep))
-    chosen = share_out(window_gains(reference, keep, even, sizes, advance), groups, window)
+    gains, before = window_gains(reference, keep, even, sizes, advance)
+    chosen = share_out(gains, groups, window)
     set_windows(mechanisms, chosen)
     reference.forget()
-    if geometric_mean(reference.divergence(keep)) < before:
+    if geometric_mean(reference.divergence(keep)) < geometric_mean(before):
         return chosen
     set_windows(mechanisms, even)
     reference.forget()
@@ -65,15 +67,16 @@ def window_gains(
     advance: Callable[..., None],
     *,
     seed: int = 0,
-) -> dict[int, dict[int, float]]:
+) -> tuple[dict[int, dict[int, float]], Float[Tensor, " count"]]:
     """By layer and window: the share of the divergence that this window would take off there, all others as now.
 
     With a the share of the other window's output, o = o_now + a (o_other - o_now), the divergence is expanded to second
-    order in a, as it is for softmax in `attngap.conversion.choose`. One reading of a slice serves all layers.
+    order in a, as it is for softmax in `attngap.conversion.choose`. One reading of a slice serves all layers. The
+    divergences as they are now come along.
     """
     generator = torch.Generator().manual_seed(seed)
     cases = [(layer, size) for layer, window in now.items() for size in sizes if size != window]
-    total = dict.fromkeys(cases, 0.0)
+    total, losses = dict.fromkeys(cases, 0.0), []
     for place, teacher in reference.pairs():
         shares, add = new_shares(reference, place, cases)
         with reference.frozen(), torch.enable_grad():
@@ -85,8 +88,10 @@ def window_gains(
         scale = max(loss.item(), 1e-9) * len(reference.pieces)
         for case, slope, each in zip(cases, slopes, second, strict=True):
             total[case] -= (float(slope.sum()) + float(each.square().sum()) / out.shape[1] / 2) / scale
+        losses.append(loss.detach())
         advance()
-    return {layer: {now[layer]: 0.0} | {s: total[c, s] for c, s in cases if c == layer} for layer in now}
+    found = {layer: {now[layer]: 0.0} | {s: total[c, s] for c, s in cases if c == layer} for layer in now}
+    return found, torch.stack(losses)
 
 
 def new_shares(
@@ -94,8 +99,8 @@ def new_shares(
 ) -> tuple[dict[tuple[int, int], Tensor], Add]:
     """Zeros that gradients are wanted for, one for each case and token, and what adds their changes to a layer."""
     past, start, stop = reference.pieces[place]
-    some = next(iter(past.layers.values())).k
-    shares = {case: torch.zeros(stop - start, device=some.device, requires_grad=True) for case in cases}
+    device = device_of(reference.original)
+    shares = {case: torch.zeros(stop - start, device=device, requires_grad=True) for case in cases}
     changes: dict[tuple[int, int], Tensor] = {}  # a backward pass reads a layer again
 
     def add(call: Call, kept: Tensor, replaced: Tensor) -> Tensor | None:
@@ -106,8 +111,9 @@ def new_shares(
                     other = with_window(reference.mechanisms[call.layer], case[1])
                     state = state_of(other, past.layers[call.layer], start)
                     read = other.read(None, call.q, call.k, call.v, start=start, rotary=call.rotary)
-                    changes[case] = (other.chunked(read, state)[0] - replaced).masked_fill(kept[:, None, None], 0.0)
-            more = shares[case][:, None] * changes[case]
+                    change = (other.chunked(read, state)[0] - replaced).masked_fill(kept[:, None, None], 0.0)
+                    changes[case] = change.to(HELD)
+            more = shares[case].to(call.q.device)[:, None] * changes[case].float()
             found = more if found is None else found + more
         return found
 

@@ -69,7 +69,7 @@ def limit(content: Row) -> str | None:
     if not options.get("window"):
         return None
     last = last_tokens(options["window"], content.get("windows") or {})
-    near = f"the first {options['sinks']} and the last {last} tokens"
+    near = f"the first {options['sinks']} and the last {last}"
     if options.get("context") and _cut_off(content):
         return f"Beyond {options['context']:,} tokens replaced heads read {near} only."
     if useless := _without_use(content):
@@ -131,7 +131,7 @@ def _others(content: Row) -> str:
     """What the replaced heads have."""
     options = content["options"]
     window, windows = options.get("window"), content.get("windows") or {}
-    near = f" and a window of {last_tokens(window, windows)} tokens" if window else ""
+    near = f" and a window of {last_tokens(window, windows)}" if window else ""
     return f"the others: {content['mechanism']} features{near}"
 
 
