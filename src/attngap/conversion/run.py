@@ -180,7 +180,7 @@ class ConversionRun:
 
     def share_windows(self, keep: Keep) -> None:
         """Give layers that need it more of the window, others less; slices tell which, where there are any."""
-        if self.long is None or self.options.even_windows or not 0 < len(keep) < self._heads():
+        if self.long is None or self.options.even_windows or len(keep) == self._heads():
             return
         done = self.checkpoint.get("windows")
         if done is None:

@@ -1,6 +1,6 @@
 """A window for each layer: what a cache pays for is their sum, and few layers need what is just beyond the mean.
 
-With the heads chosen and the features fitted, a layer's window may shrink to a quarter or grow to four times the mean.
+With the heads chosen and the features fitted, a layer's window may shrink to a quarter or grow to three times the mean.
 What each of these does is estimated for all layers at once, to second order, on slices of text near and far; the best
 combination that takes no more memory is then measured, and taken if the divergence is lower.
 """
@@ -22,7 +22,7 @@ from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.capture import Call
 from attngap.models.placement import device_of
 
-SIZES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the mean window
+SIZES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the mean window
 Windows = dict[int, int]  # by layer
 
 
