@@ -184,6 +184,7 @@ class ConversionRun:
             return
         done = self.checkpoint.get("windows")
         if done is None:
+            self._slice_reference.forget()  # states of windows that may change
             pieces = self.long.text_slices()
             with self.stage("sharing out windows", len(pieces)) as advance:
                 reference = SliceReference(self.model, self.mechanisms, pieces)
@@ -192,7 +193,6 @@ class ConversionRun:
         else:
             found = dict(done["windows"].tolist())
             set_windows(self.mechanisms, found)
-        self._slice_reference.forget()
         self.windows = found if len(set(found.values())) > 1 else {}
 
     def fit_jointly(self, keep: Keep) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from attngap.models.placement import device_of
 
 SIZES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the mean window
 Windows = dict[int, int]  # by layer
+Case = tuple[int, int]  # a layer and a window
 
 
 def share_windows(reference: SliceReference, keep: Keep, window: int, advance: Callable[..., None]) -> Windows:
@@ -78,30 +79,42 @@ def window_gains(
     cases = [(layer, size) for layer, window in now.items() for size in sizes if size != window]
     total, losses = dict.fromkeys(cases, 0.0), []
     for place, teacher in reference.pairs():
-        shares, add = new_shares(reference, place, cases)
-        with reference.frozen(), torch.enable_grad():
-            out = reference.read(place, keep, add=add)
-            loss = divergence(out, teacher, is_language_model=True)
-            slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
-            (direction,) = label_directions(out.detach(), generator)
-            second = torch.autograd.grad(out, list(shares.values()), direction)
-        scale = max(loss.item(), 1e-9) * len(reference.pieces)
-        for case, slope, each in zip(cases, slopes, second, strict=True):
-            total[case] -= (float(slope.sum()) + float(each.square().sum()) / out.shape[1] / 2) / scale
-        losses.append(loss.detach())
+        gains, loss = _gains_on(reference, place, teacher, keep, cases, generator)
+        for case, gain in gains.items():
+            total[case] += gain / max(float(loss), 1e-9) / len(reference.pieces)
+        losses.append(loss)
         advance()
     found = {layer: {now[layer]: 0.0} | {s: total[c, s] for c, s in cases if c == layer} for layer in now}
     return found, torch.stack(losses)
 
 
-def new_shares(
-    reference: SliceReference, place: int, cases: Sequence[tuple[int, int]]
-) -> tuple[dict[tuple[int, int], Tensor], Add]:
+def _gains_on(
+    reference: SliceReference,
+    place: int,
+    teacher: Tensor,
+    keep: Keep,
+    cases: Sequence[Case],
+    generator: torch.Generator,
+) -> tuple[dict[Case, float], Float[Tensor, ""]]:
+    """What each case takes off the divergence of one slice, and the divergence."""
+    shares, add = new_shares(reference, place, cases)
+    with reference.frozen(), torch.enable_grad():
+        out = reference.read(place, keep, add=add)
+        loss = divergence(out, teacher, is_language_model=True)
+        slopes = torch.autograd.grad(loss, list(shares.values()), retain_graph=True)
+        (direction,) = label_directions(out.detach(), generator)
+        second = torch.autograd.grad(out, list(shares.values()), direction)
+    curved = [float(each.square().sum()) / out.shape[1] / 2 for each in second]
+    gains = {c: -float(slope.sum()) - more for c, slope, more in zip(cases, slopes, curved, strict=True)}
+    return gains, loss.detach()
+
+
+def new_shares(reference: SliceReference, place: int, cases: Sequence[Case]) -> tuple[dict[Case, Tensor], Add]:
     """Zeros that gradients are wanted for, one for each case and token, and what adds their changes to a layer."""
     past, start, stop = reference.pieces[place]
     device = device_of(reference.original)
     shares = {case: torch.zeros(stop - start, device=device, requires_grad=True) for case in cases}
-    changes: dict[tuple[int, int], Tensor] = {}  # a backward pass reads a layer again
+    changes: dict[Case, Tensor] = {}  # a backward pass reads a layer again
 
     def add(call: Call, kept: Tensor, replaced: Tensor) -> Tensor | None:
         found = None
