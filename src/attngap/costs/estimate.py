@@ -15,7 +15,7 @@ from attngap.costs import view
 from attngap.costs.gain import Gain, gains
 from attngap.costs.machine import Rates, measure_rates, remembered
 from attngap.costs.memory import MORE, Space, conversion_space, diagnosis_space
-from attngap.costs.rehearsal import Passes, Rehearsal, rehearse_conversion, rehearse_diagnosis, text_of
+from attngap.costs.rehearsal import LAYERS, Passes, Rehearsal, rehearse_conversion, rehearse_diagnosis, text_of
 from attngap.costs.shape import ModelShape, shape_of
 from attngap.diagnosis.joint import RECALL_PASSAGES, TEXT_PASSAGES
 from attngap.diagnosis.options import MAX_TOKENS, DiagnosisOptions
@@ -164,7 +164,9 @@ def _calibrated(
     key = {name: str(each) for name, each in where.items()} | {"text": text_tokens}
     sizes = {"hidden": shape.hidden, "layer": shape.layer_parameters}
     found = remembered(
-        {"what": "rates"} | sizes | key, lambda: dataclasses.asdict(measure_rates(shape, **where)), anew=anew
+        {"what": "rates, quick products"} | sizes | key,
+        lambda: dataclasses.asdict(measure_rates(shape, **where)),
+        anew=anew,
     )
     rehearsals: dict[str, Rehearsal] = {}
     for verb, rehearse, options in (
@@ -172,7 +174,7 @@ def _calibrated(
         ("linearize", rehearse_conversion, changed),
     ):
         made = remembered(
-            {"what": verb, "options": options.record()} | heads | key,
+            {"what": verb, "miniatures": LAYERS, "options": options.record()} | heads | key,
             lambda rehearse=rehearse, options=options: dataclasses.asdict(
                 rehearse(shape, options, **where, text=text)  # pyright: ignore[reportArgumentType]
             ),

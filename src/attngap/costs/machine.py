@@ -13,6 +13,7 @@ from torch import nn
 from attngap.costs.shape import ModelShape
 from attngap.models.gguf import cache_folder
 from attngap.models.placement import synchronize
+from attngap.models.products import quick_products
 from attngap.progress import progress
 from attngap.provenance import provenance
 from attngap.storage.files import write_text
@@ -49,8 +50,9 @@ def measure_rates(shape: ModelShape, *, dtype: torch.dtype, device: torch.device
         def forward() -> torch.Tensor:
             return down(nn.functional.silu(up(x)))
 
-        ahead = fastest(forward, device)
-        both = fastest(lambda: torch.autograd.grad(forward().sum(), x), device)
+        with quick_products(up, down):  # as diagnoses and conversions multiply
+            ahead = fastest(forward, device)
+            both = fastest(lambda: torch.autograd.grad(forward().sum(), x), device)
         advance()
         rows = BYTES // (width * x.element_size())
         weights, one = torch.randn(rows, width, device=device, dtype=dtype), x[:1].detach()
