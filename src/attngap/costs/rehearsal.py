@@ -1,4 +1,4 @@
-"""A verb rehearsed on a miniature: one key head and its queries, as wide as the model's, in one layer and in three.
+"""A verb rehearsed on a miniature: one key head and its queries, as wide as the model's, in two layers and in four.
 
 What a diagnosis and a conversion do beside running the model is the same for every key head of every layer, and what
 they do to logits is the same for every model of that vocabulary. So the difference of two miniatures is the cost of a
@@ -28,8 +28,8 @@ from attngap.progress import progress
 
 WIDTH = 16  # of the miniature's states for each head: its own products cost next to nothing
 MULTIPLIER = "mlp"  # the part of a layer whose tokens are counted
-LAYERS = (1, 3)  # of the two miniatures
-THIRD = 1 / 3
+LAYERS = (2, 4)  # of the two miniatures: both have heads to keep and heads to replace
+HALF = 0.5
 BRIEFLY: dict[str, dict[str, Any]] = {
     "diagnose": {"context": 64, "passages": 1, "ranks": (8,), "draws": 1},
     "linearize": {"context": 64, "tokens": 256, "length": 64, "steps": 1, "joint": 1, "rounds": 1},
@@ -72,8 +72,8 @@ def rehearse_diagnosis(
 def rehearse_conversion(
     shape: ModelShape, options: ConversionOptions, *, dtype: torch.dtype, device: torch.device, text: str | None
 ) -> Rehearsal:
-    # A miniature has few groups of heads: of a tenth of them none would be left to look at. Of three one is kept.
-    options = options.but(keep=THIRD) if options.keep is not None else options
+    # A miniature has few groups of heads: of a tenth of them none would be left to look at.
+    options = options.but(keep=HALF) if options.keep is not None else options
 
     def run(model: LlamaForCausalLM, words: Any, *, briefly: bool) -> dict[str, float]:
         chosen = options.but(**BRIEFLY["linearize"]) if briefly else options
