@@ -103,9 +103,7 @@ def with_window(mechanism: Any, window: int | None) -> Any:
     """The same fitted features behind another window."""
     if window is None or mechanism.window == window:
         return mechanism
-    other = copy.deepcopy(mechanism)
-    other.window = window
-    return other
+    return mechanism.with_window(window)
 
 
 def widest(parts: Parts, budget: float, tokens: int) -> Parts:

@@ -2,11 +2,14 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, StaticCache
 
 from attngap.errors import AttngapError
+from attngap.heads.replacement import build_replacement
 from attngap.models.cache import MixedLayer, cache_bytes, fill
 from attngap.models.compat import tokens_in
+from attngap.models.plan import Replacement
+from attngap.models.shapes import layer_shapes
 from attngap.models.swap import empty_cache, swap
 from tests.zoo import DECODERS, VOCABULARY, mechanisms, tiny
 
@@ -69,6 +72,22 @@ def test_a_long_prompt_is_read_in_pieces_where_nothing_else_is_asked_for(options
     found, seen = lengths_read(model, monkeypatch, **options)
     assert seen == lengths
     assert torch.equal(found, want)
+
+
+def test_what_an_encoder_reads_is_not_cut(monkeypatch):
+    """Its mask would be, at the length of the decoder's prompt."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    special = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    model = BartForConditionalGeneration(BartConfig(**sizes, **special, max_position_embeddings=64)).eval()
+    shapes = [shape for shape in layer_shapes(model) if shape.obstacle is None]
+    model = swap(model, {s.layer: (build_replacement(s, Replacement(window=8, sinks=2))[0], [0]) for s in shapes})
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["attention_mask"]), with_kwargs=True)
+    monkeypatch.setattr("attngap.models.twin.PIECE", 8)
+    generate(model, max_new_tokens=3)
+    assert [mask.shape[1] for mask in seen] == [23, 23, 23]
 
 
 def test_cached_logits_equal_uncached_ones_token_by_token():

@@ -1,7 +1,6 @@
 """Measure a converted model beside its original and two baselines, in one run."""
 
 import contextlib
-import copy
 import dataclasses
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -170,9 +169,7 @@ def _without_features(m: Hybrid) -> Mechanism:
 
 def _without_window(m: Hybrid) -> Mechanism:
     """Features read every key but the sinks and the token itself."""
-    found = copy.deepcopy(m)
-    found.window = 1
-    return found
+    return m.with_window(1)
 
 
 def _reachable(model: PreTrainedModel, lengths: Iterable[int]) -> list[int]:

@@ -5,7 +5,6 @@ What each of these does is estimated for all layers at once, to second order, on
 combination that takes no more memory is then measured, and taken if the divergence is lower.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -55,9 +54,12 @@ def held_groups(mechanism: Mechanism, layer: int, keep: Keep) -> int:
 
 def set_windows(mechanisms: Mapping[int, Mechanism], windows: Windows) -> None:
     for layer, window in windows.items():
-        part = mechanisms[layer]
-        assert isinstance(part, Hybrid), "windows are shared out among hybrids"
-        part.window = window
+        _hybrid(mechanisms[layer]).window = window
+
+
+def _hybrid(mechanism: Mechanism) -> Hybrid:
+    assert isinstance(mechanism, Hybrid), "slices, which windows are chosen by, need hybrids"
+    return mechanism
 
 
 def window_gains(
@@ -121,7 +123,7 @@ def new_shares(reference: SliceReference, place: int, cases: Sequence[Case]) -> 
         for case in (each for each in cases if each[0] == call.layer):
             if case not in changes:
                 with torch.no_grad():
-                    other = with_window(reference.mechanisms[call.layer], case[1])
+                    other = _hybrid(reference.mechanisms[call.layer]).with_window(case[1])
                     state = state_of(other, past.layers[call.layer], start)
                     read = other.read(None, call.q, call.k, call.v, start=start, rotary=call.rotary)
                     change = (other.chunked(read, state)[0] - replaced).masked_fill(kept[:, None, None], 0.0)
@@ -131,14 +133,6 @@ def new_shares(reference: SliceReference, place: int, cases: Sequence[Case]) -> 
         return found
 
     return shares, add
-
-
-def with_window(mechanism: Mechanism, window: int) -> Mechanism:
-    """The same features behind another window."""
-    other = copy.copy(mechanism)
-    assert isinstance(other, Hybrid), "only hybrids have windows"
-    other.window = window
-    return other
 
 
 def share_out(gains: Mapping[int, Mapping[int, float]], groups: Mapping[int, int], window: int) -> Windows:

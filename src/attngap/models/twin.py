@@ -40,7 +40,9 @@ class Converted:
         if withdraws and options.get("past_key_values") is None:
             options["past_key_values"] = empty_cache(self)  # pyright: ignore[reportArgumentType]
             options["past_key_values"].activate_past_recording()
-        if not withdraws and _reads_in_pieces(args, options, config):
+        # An encoder's mask would be cut where a decoder's prompt is.
+        whole = withdraws or self.config.is_encoder_decoder  # pyright: ignore[reportAttributeAccessIssue]
+        if not whole and _reads_in_pieces(args, options, config):
             options["prefill_chunk_size"] = PIECE
         return super().generate(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,5 +1,6 @@
 """Exact softmax nearby, features far away, under one normalizer."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,12 @@ class Hybrid(Mechanism):
         self.log_gain = nn.Parameter(torch.zeros(heads)) if far and gain != "none" else None
         self.gain_weight = nn.Parameter(torch.zeros(heads, dim)) if far and gain == "query" else None
         self.learned = self.feature_map.learned or self.log_gain is not None
+
+    def with_window(self, window: int) -> "Hybrid":
+        """The same features, with the same parameters, behind another window."""
+        other = copy.copy(self)
+        other.window = window
+        return other
 
     def read(self, x, q, k, v, *, start=0, mask=None, rotary=None) -> Streams:
         self.validate(x, q, k, v, mask)
