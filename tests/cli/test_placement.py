@@ -87,6 +87,7 @@ def test_a_cluster_and_a_device_are_not_for_one_run(place, tmp_path, monkeypatch
     ("address", "line"),
     [
         ("127.0.0.1:1", "No Ray cluster answers at '127.0.0.1:1'"),
+        ("auto", "No Ray cluster at 'auto'"),
         ("nowhere", "Ray address 'nowhere' is not host:port"),
         ("", "Ray address '' is not host:port"),
     ],
@@ -96,6 +97,7 @@ def test_a_cluster_that_is_not_there_is_told_before_the_model_is_loaded(
 ):
     pytest.importorskip("ray", reason="ray is not installed: pip install attngap[ray]")
     monkeypatch.setattr("attngap.models.load.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     done = RUNNER.invoke(app, [*verbs(place, tmp_path / "out")[verb], "--context", "48", "--ray", address])
     assert isinstance(done.exception, AttngapError)
     assert str(done.exception).startswith(line)

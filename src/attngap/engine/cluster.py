@@ -104,10 +104,12 @@ def _has_workers(ray: Any) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Refuse an address that is none or does not answer, before anything is loaded; "auto" is known on connecting."""
+    """Refuse an address that is none or does not answer, before anything is loaded."""
     if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
         raise missing_extra("A Ray address needs", "ray")
-    if address not in ("auto", "local"):
+    if address == "auto":  # where that is, only Ray knows
+        _connect(address).shutdown()
+    elif address != "local":
         _knock(address)
 
 
@@ -116,7 +118,8 @@ def _connect(address: str) -> Any:
         import ray
     except ImportError:
         raise missing_extra("A Ray address needs", "ray") from None
-    check_address(address)
+    if address not in ("auto", "local"):
+        _knock(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
