@@ -1,8 +1,8 @@
 """Our conversion and its parts, at every budget: other numbers of kept groups, other windows, other choices of heads.
 
-One exact pass of the original over a context serves all of them: what a replaced group holds after it (window, sinks
-and sums of features) comes from the keys and values of that pass, as kvpress' methods prune theirs behind it.
-"Throughout" the converted model reads the context itself.
+One exact pass of the original over a context serves all of them: what a replaced group holds after it (window, sinks,
+tokens that the context's last queries would miss most, and sums of features) comes from the keys and values of that
+pass, as kvpress' methods prune theirs behind it. "Throughout" the converted model reads the context itself.
 """
 
 import argparse
@@ -21,30 +21,22 @@ from asking import Answers, full_bytes, head_dim
 from contexts import wanted
 from heads import Scores, read_scores
 from presses import ORIGINAL, as_cache
-from torch import Tensor
 
 OURS, THROUGHOUT = "attngap", "attngap, throughout"
 OUR_FORM_THEIR_HEADS, RANDOM = "our form, DuoAttention's heads", "our form, random heads"
 ONE_WINDOW, WINDOW_FORM = "attngap, one window at all budgets", "sinks + window, our heads"
 WINDOW_ALL = "sinks + window, all heads, throughout"
+RECENT = "attngap, last tokens alone"  # no others are held
 FORMS = "forms.json"
 Group = tuple[int, int]  # layer, key head
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """What one layer of the original read of a context."""
-
-    k: Tensor
-    v: Tensor
-    rotary: Any
 
 
 class Parts:
     """The fitted replacements of a conversion, and the original they are for."""
 
-    def __init__(self, original: Any, mechanisms: Mapping[int, Any], window: int | None):
-        self.original = original
+    def __init__(self, original: Any, mechanisms: Mapping[int, Any], window: int | None, held: float = 0.0):
+        """`held` is the share of the window's room that tokens from anywhere in a context get."""
+        self.original, self.held = original, held
         self.mechanisms = {layer: with_window(m, window) for layer, m in mechanisms.items()}
         config = original.config
         self.layers, self.groups = config.num_hidden_layers, config.num_key_value_heads
@@ -56,7 +48,14 @@ class Parts:
         from attngap.heads.replacement import window_only
 
         near = {i: window_only(m, m.window, m.sinks, relative=m.relative) for i, m in self.mechanisms.items()}
-        return Parts(self.original, near, None)
+        return Parts(self.original, near, None, self.held)
+
+    def cached(self) -> dict[int, Any]:
+        """The replacements with the window and the sinks that their caches have after a long context."""
+        from attngap.models.prefill import shared_room
+
+        shared = {i: shared_room(m, self.held) for i, m in self.mechanisms.items()}
+        return {i: narrow.with_sinks(narrow.sinks + more) for i, (narrow, more) in shared.items()}
 
     def convert(self, kept: Iterable[Group]) -> Any:
         from attngap.conversion.choose import convert
@@ -72,7 +71,7 @@ class Parts:
         """
         from attngap.models.cache import SPARE
 
-        held = [state_bytes(m) for m in self.mechanisms.values()]
+        held = [state_bytes(m) for m in self.cached().values()]
         state = held[0][0]
         untouched = (self.layers - len(self.mechanisms)) * self.groups
         group = 2 * 4 * self.dim * (tokens + SPARE)
@@ -81,22 +80,25 @@ class Parts:
 
 
 class Form(NamedTuple):
-    """Of all replaced groups of a conversion: how many last tokens they hold, and whether features of those before."""
+    """Of all replaced groups of a conversion: how many tokens they hold, which share of these may be from anywhere, and
+    whether they have features of the others."""
 
     window: int
     features: bool
+    held: float = 0.0
 
     def of(self, parts: Parts) -> Parts:
-        shaped = Parts(parts.original, parts.mechanisms, self.window)
+        shaped = Parts(parts.original, parts.mechanisms, self.window, self.held)
         return shaped if self.features else shaped.without_features()
 
 
-def chosen_form(folder: Path, length: int, budget: float, *, featureless: bool = False) -> Form | None:
+def chosen_form(folder: Path, length: int, budget: float, wanted: Callable[[Form], bool]) -> Form | None:
     """The best form at this length and budget, see forms.py; None where none was judged or none is small enough."""
     path = folder / FORMS
     found = json.loads(path.read_text()) if path.exists() else {}
-    rows = [Form(row["window"], row["features"]) for row in found.get(str(length), {}).get(str(budget), [])]
-    return next((form for form in rows if not (featureless and form.features)), None)
+    rows = found.get(str(length), {}).get(str(budget), [])
+    forms = (Form(**{name: row[name] for name in Form._fields if name in row}) for row in rows)
+    return next((form for form in forms if wanted(form)), None)
 
 
 def with_window(mechanism: Any, window: int | None) -> Any:
@@ -129,20 +131,21 @@ def state_bytes(mechanism: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def read_exactly(original: Any, tokens: list[int]) -> tuple[list[Layer], float]:
-    """The keys and values of the original over a context, and the seconds it took."""
+def read_exactly(original: Any, tokens: list[int]) -> tuple[list[Any], float]:
+    """What the layers of the original read of a context, and the seconds it took."""
     from attngap.heads.forward import body_of
     from attngap.models.capture import capture
+    from attngap.models.prefill import Read
 
-    found: list[Layer] = []
+    found: list[Any] = []
     body, start = body_of(original), time.process_time()
-    with capture(body, lambda call: found.append(Layer(call.k, call.v, call.rotary))):
+    with capture(body, lambda call: found.append(Read.of(call))):
         body(input_ids=torch.tensor([tokens]), use_cache=False)
     return found, time.process_time() - start
 
 
 @torch.no_grad()
-def handed_over(converted: Any, layers: list[Layer]) -> Any:
+def handed_over(converted: Any, layers: list[Any], held: float = 0.0) -> Any:
     """The cache of a converted model after a context that the original has read."""
     from attngap.models.mixed import mixed_heads
     from attngap.models.prefill import hand_over
@@ -150,7 +153,7 @@ def handed_over(converted: Any, layers: list[Layer]) -> Any:
 
     cache, parts = empty_cache(converted), mixed_heads(converted)
     for i, read in enumerate(layers):
-        hand_over(cache, i, parts.get(i), read.k, read.v, read.rotary)
+        hand_over(cache, i, parts.get(i), read, held)
     return cache
 
 
@@ -213,28 +216,30 @@ class Variant:
     scores: Callable[[int], Scores]  # by the window of the others
     shaped: Callable[[int, float], Parts | None]
 
-    def model(self, length: int, tokens: int, budget: float) -> Callable[[], Any] | None:
-        """What makes the converted model; None where nothing is small enough."""
+    def model(self, length: int, tokens: int, budget: float) -> tuple[Callable[[], Any], float] | None:
+        """What makes the converted model, and the share of its windows' room for tokens from anywhere; None where
+        nothing is small enough."""
         parts = self.shaped(length, budget)
         if parts is None or (count := parts.affordable(budget, tokens)) < 0:
             return None
-        return lambda: parts.convert(best(parts, self.scores(parts.window), count))
+        return lambda: parts.convert(best(parts, self.scores(parts.window), count)), parts.held
 
 
 def variants(parts: Parts, options: argparse.Namespace) -> dict[str, Variant]:
     """Those that are wanted, by name."""
     folder, our = options.output, our_scores(options.output)
 
-    def fitting(length: int, budget: float, *, featureless: bool = False) -> Parts | None:
-        form = chosen_form(folder, length, budget, featureless=featureless)
+    def fitting(length: int, budget: float, wanted: Callable[[Form], bool] = lambda form: True) -> Parts | None:
+        form = chosen_form(folder, length, budget, wanted)
         return None if form is None else form.of(parts)
 
     drawn = random_scores(parts.layers, parts.groups, 0)
     found = {
         OURS: Variant(our, fitting),
+        RECENT: Variant(our, functools.partial(fitting, wanted=lambda form: form.features and not form.held)),
         RANDOM: Variant(lambda window: drawn, fitting),
         ONE_WINDOW: Variant(our, lambda length, budget: parts),
-        WINDOW_FORM: Variant(our, functools.partial(fitting, featureless=True)),
+        WINDOW_FORM: Variant(our, functools.partial(fitting, wanted=lambda form: not (form.features or form.held))),
     }
     theirs = read_scores(folder, "duo")
     if theirs is not None:
@@ -248,7 +253,7 @@ def _handed_over(
     """Everything that goes on from one exact pass."""
     tokens, full = row["context"], full_bytes(original.config, len(row["context"]))
     todo = [
-        (name, budget, make)
+        (name, budget, *make)
         for name, variant in forms.items()
         for budget in answers.missing(name, budgets, row)
         if (make := variant.model(row["length"], len(tokens), budget)) is not None
@@ -260,10 +265,10 @@ def _handed_over(
     if first:
         whole = [(layer.k, layer.v) for layer in layers]
         answers.ask(ORIGINAL, None, row, original, lambda: as_cache(whole), 1.0, seconds)
-    for name, budget, make in todo:
+    for name, budget, make, held in todo:
         start = time.process_time()
         model = make()
-        cache = handed_over(model, layers)
+        cache = handed_over(model, layers, held)
         _ask(answers, name, budget, row, model, cache, full, seconds + time.process_time() - start)
 
 
@@ -271,8 +276,9 @@ def _throughout(parts: Parts, row: dict, options: argparse.Namespace, our: Varia
     """Models that read the context as they are, at the first budget: each needs a pass of its own."""
     tokens, budget = row["context"], options.budgets[0]
     full = full_bytes(parts.original.config, len(tokens))
+    made = None if our is None else our.model(row["length"], len(tokens), budget)
     models = {
-        THROUGHOUT: None if our is None else our.model(row["length"], len(tokens), budget),
+        THROUGHOUT: None if made is None else made[0],
         WINDOW_ALL: lambda: widest(parts, budget, len(tokens)).convert([]),
     }
     for name, make in models.items():

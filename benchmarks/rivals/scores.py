@@ -76,9 +76,19 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def slices(
-    original: Any, tokenizer: Any, window: int, *, facts: int = TOKENS, text: int = TOKENS // 4, seed: int = SEED
+    original: Any,
+    tokenizer: Any,
+    window: int,
+    *,
+    facts: int = TOKENS,
+    text: int = TOKENS // 4,
+    seed: int = SEED,
+    asking: Callable[[int, Any, slice], None] = lambda layer, seen, before: None,
 ) -> list[Any]:
-    """Ends of a long text whose numbers are asked for, of a sequence repeated beyond the window, and of a text."""
+    """Ends of a long text whose numbers are asked for, of a sequence repeated beyond the window, and of a text.
+
+    `asking` is shown what each layer read of each, and where the slice's past is.
+    """
     from attngap.conversion.calibration import FactsPassage, repeats
     from attngap.conversion.slices import Slice, read_past
     from attngap.heads.passages import passages
@@ -88,8 +98,12 @@ def slices(
     beyond = max(ROWS, window)
     repeated = repeats(tokenizer, context=max(TOKENS // 4, 5 * beyond // 2), beyond=beyond, seed=seed)
     plain = passages(tokenizer, None, context=text, count=1, split="heldout", seed=seed)
-    pasts = [read_past(original, tokens) for tokens in (numbers, repeated, plain)]
-    return [Slice(past, past.tokens.shape[1] - ROWS, past.tokens.shape[1]) for past in pasts]
+    found = []
+    for tokens in (numbers, repeated, plain):
+        start = tokens.shape[1] - ROWS
+        past = read_past(original, tokens, lambda layer, seen, start=start: asking(layer, seen, slice(start)))
+        found.append(Slice(past, start, start + ROWS))
+    return found
 
 
 def reference_of(parts: Parts, folder: Path, count: int = 3) -> Any:

@@ -110,23 +110,46 @@ def test_what_scores_read_ends_in_questions_and_in_a_second_time(rivals):
 
 @torch.no_grad()
 def test_forms_are_judged_at_the_groups_they_leave_room_for_and_the_best_is_taken(rivals, tmp_path, monkeypatch):
-    monkeypatch.setattr(rivals.forms, "WINDOWS", (4, 64))
+    monkeypatch.setattr(rivals.forms, "WINDOWS", (4, 32))
+    monkeypatch.setattr("attngap.models.prefill.NARROWEST", 16)
     model = sharp(llama())
     parts, scores = rivals.conversions.Parts(model, featured(model, 8), None), [[4.0, 3.0], [2.0, 1.0]]
-    found = rivals.forms.judge(parts, lambda window: scores, ends(rivals, model), [0.95, 0.05], 120)
+    pieces = ends(rivals, model)
+    queries = {layer: [torch.randn(1, 4, 20, 16) for _ in pieces] for layer in parts.mechanisms}
+    found = rivals.forms.judge(parts, lambda window: scores, pieces, queries, [0.95, 0.05], 120)
     assert found[0.05] == []
     rows = found[0.95]
     assert [row["mean"] for row in rows] == sorted(row["mean"] for row in rows)
-    groups = {(row["window"], row["features"]): row["groups"] for row in rows}
+    groups = {(row["window"], row["features"]): row["groups"] for row in rows if not row["held"]}
+    shares = {(row["window"], row["held"]) for row in rows}
+    assert shares == {(4, 0.0), (32, 0.0), (32, 0.5)}  # the narrow window has nothing to give away
     for (window, features), count in groups.items():
         shaped = rivals.conversions.Form(window, features).of(parts)
         assert count == shaped.affordable(0.95, 120)
         assert next(iter(shaped.mechanisms.values())).window == window
-    assert groups[4, False] > groups[64, False]
+    assert groups[4, False] >= groups[32, False]
     assert groups[4, False] >= groups[4, True]  # features take a little room
     (tmp_path / rivals.conversions.FORMS).write_text(json.dumps({"120": {"0.95": rows, "0.05": []}}))
-    best = rivals.conversions.chosen_form(tmp_path, 120, 0.95)
-    assert best == (rows[0]["window"], rows[0]["features"])
-    near = rivals.conversions.chosen_form(tmp_path, 120, 0.95, featureless=True)
-    assert near == next((row["window"], False) for row in rows if not row["features"])
-    assert rivals.conversions.chosen_form(tmp_path, 120, 0.05) is None
+    best = rivals.conversions.chosen_form(tmp_path, 120, 0.95, lambda form: True)
+    assert best == tuple(rows[0][name] for name in ("window", "features", "held"))
+    near = rivals.conversions.chosen_form(tmp_path, 120, 0.95, lambda form: not form.features)
+    assert near[:2] == next((row["window"], False) for row in rows if not row["features"])
+    assert rivals.conversions.chosen_form(tmp_path, 120, 0.05, lambda form: True) is None
+
+
+@torch.no_grad()
+def test_slices_follow_what_a_cache_holds_after_an_exact_prompt(rivals, monkeypatch):
+    monkeypatch.setattr("attngap.models.prefill.NARROWEST", 2)
+    model = sharp(llama())
+    parts = rivals.conversions.Parts(model, featured(model, 8), None, 0.5)
+    piece = ends(rivals, model)[0]
+    layers, _ = rivals.conversions.read_exactly(model, piece.past.tokens[0, : piece.start].tolist())
+    queries = {i: [layer.q] for i, layer in enumerate(layers)}
+    found = rivals.forms.after_exact(parts, [piece], queries).read(0, frozenset())
+    converted = parts.convert([])
+    cache = rivals.conversions.handed_over(converted, layers, 0.5)
+    after = piece.past.tokens[:, piece.start : piece.stop]
+    want = converted(input_ids=after, past_key_values=cache).logits
+    torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)  # the past of slices is kept in half precision
+    plain = rivals.forms.after_exact(rivals.conversions.Parts(model, parts.mechanisms, None), [piece], queries)
+    assert (plain.read(0, frozenset()) - want).abs().max() > 1e-2

@@ -62,6 +62,12 @@ def test_generate_can_read_the_prompt_exactly_where_there_is_something_to_make_s
     found = run(place, "generate", place / "fast", "the cat", "--tokens", "5", "--exact-prompt", "--json")
     usual = run(place, "generate", place / "fast", "the cat", "--tokens", "5", "--json")
     assert json.loads(found.stdout)["text"] == json.loads(usual.stdout)["text"]  # all of so short a prompt is near
+    held = run(place, "generate", place / "fast", "the cat " * 30, "--tokens", "3", "--exact-prompt", "--hold", "0.2")
+    assert held.exit_code == 0
+    for share, message in (("0.5", "Give --exact-prompt too"), ("1.5", "from 0 to below 1, got 1.5")):
+        exact = ["--exact-prompt"] * (share != "0.5")
+        wrong = run(place, "generate", place / "fast", "the cat", "--hold", share, *exact)
+        assert message in str(wrong.exception)
     refused = run(place, "generate", place / "base", "the cat", "--exact-prompt")
     assert "A prompt is read exactly by a converted decoder with a window, got" in str(refused.exception)
 

@@ -1,5 +1,7 @@
 """A prompt that every head has read with softmax, against the original that reads it so."""
 
+import copy
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ def test_a_window_over_all_of_it_goes_on_as_the_original_does():
 def test_states_are_of_the_keys_that_the_original_has():
     model, tokens = zoo.tiny("llama"), zoo.tokens(1, 40)
     converted = swap(model, {i: (m, [1]) for i, m in featured(model).items()})
-    exact, own = exact_prefill(converted, tokens), own_cache_after(converted, tokens)
+    exact, own = exact_prefill(converted, tokens, held=0.0), own_cache_after(converted, tokens)
     assert cache_bytes(exact) == cache_bytes(own)
     first, second = exact.layers
     assert isinstance(first, MixedLayer)
@@ -73,3 +75,46 @@ def test_what_has_no_window_is_refused():
         exact_prefill(swap(model, alone), zoo.tokens(1, 8))
     with pytest.raises(AttngapError, match="got Llama"):
         exact_prefill(model, zoo.tokens(1, 8))
+
+
+def exact_key_heads(model, held, narrowest, monkeypatch):
+    """The cache after a prompt, and its first layer."""
+    monkeypatch.setattr("attngap.models.prefill.NARROWEST", narrowest)
+    cache = exact_prefill(model, zoo.tokens(1, 40), held)
+    return cache, cache.layers[0]
+
+
+@torch.no_grad()
+def test_half_of_the_window_goes_to_tokens_that_are_missed(monkeypatch):
+    model = zoo.tiny("llama")
+    converted = swap(model, {i: (m, [1]) for i, m in featured(model).items()})
+    plain, before = exact_key_heads(converted, 0.0, 2, monkeypatch)
+    cache, layer = exact_key_heads(converted, 0.5, 2, monkeypatch)
+    assert before.form is None
+    assert layer.form == (4, 6)
+    room = cache_bytes(plain) - cache_bytes(cache)
+    assert 0 <= room < 4 * 2 * 4 * 8 * 2  # rows of cos and sin that a narrower window does not need, no more
+    more = zoo.tokens(1, 60)[:, 40:]
+    at_once = converted(input_ids=more, past_key_values=copy.deepcopy(cache)).logits
+    rows = [converted(input_ids=more[:, i : i + 1], past_key_values=cache).logits for i in range(more.shape[1])]
+    torch.testing.assert_close(torch.cat(rows, 1), at_once, atol=1e-5, rtol=1e-4)
+    beams = cache.layers[0]
+    beams.batch_repeat_interleave(2)
+    assert beams.state["k"].shape[0] == 2
+    cache.reset()
+    assert cache.layers[0].form is None
+
+
+@torch.no_grad()
+def test_all_of_a_prompt_held_is_the_original(monkeypatch):
+    """Nothing is left to the features, so what follows is exact until the window moves on."""
+    model, tokens = zoo.tiny("llama"), zoo.tokens(2, 40)
+    converted = swap(model, {i: (m, []) for i, m in featured(model, window=28).items()})
+    monkeypatch.setattr("attngap.models.prefill.NARROWEST", 4)
+    cache = exact_prefill(converted, tokens[:, :32], 0.7)
+    assert cache.layers[0].form == (8, 22)
+    found = converted(input_ids=tokens[:, 32:33], past_key_values=cache).logits
+    want = model(input_ids=tokens[:, :33]).logits[:, -1:]
+    few = exact_prefill(converted, tokens[:, :32], 0.0)
+    other = converted(input_ids=tokens[:, 32:33], past_key_values=few).logits
+    assert (found - want).abs().max() < (other - want).abs().max()

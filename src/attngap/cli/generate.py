@@ -9,6 +9,7 @@ import typer
 from attngap.cli.chat import check_sampling, say, talk
 from attngap.cli.placement import DEVICE, DTYPE, Device, Dtype, placed
 from attngap.errors import AttngapError
+from attngap.options import HELD
 
 
 def generate(
@@ -23,6 +24,12 @@ def generate(
     exact_prompt: Annotated[
         bool, typer.Option("--exact-prompt", help="Read the prompt with softmax in every head, then go on converted.")
     ] = False,
+    hold: Annotated[
+        float | None,
+        typer.Option(
+            help="With --exact-prompt: share of each window for tokens from anywhere in it.", show_default=str(HELD)
+        ),
+    ] = None,
     dtype: Dtype = DTYPE,
     device: Device = DEVICE,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt, text and cache size as JSON.")] = False,
@@ -33,8 +40,11 @@ def generate(
     Examples:
       attngap generate fast "The capital of France is"
       attngap generate smollm2 - < letter.txt
+      attngap generate fast - --exact-prompt < book.txt
     """
     check_sampling(tokens, temperature)
+    if hold is not None and not exact_prompt:
+        raise AttngapError("--hold says what is kept of a prompt that is read exactly. Give --exact-prompt too")
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = sys.stdin.read()
     if prompt is None:
@@ -49,7 +59,8 @@ def generate(
         raise AttngapError(f"'{model}' is an encoder, which writes no text. Use attngap.load and call the model")
     if chat:
         prompt = in_template(tokenizer, prompt)
-    text, size = write(loaded, tokenizer, prompt, tokens, temperature, seed, show=not as_json, exact=exact_prompt)
+    held = (HELD if hold is None else hold) if exact_prompt else None
+    text, size = write(loaded, tokenizer, prompt, tokens, temperature, seed, show=not as_json, held=held)
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text, "cache_bytes": size}))
     else:
@@ -72,9 +83,13 @@ def write(
     seed: int,
     *,
     show: bool,
-    exact: bool = False,
+    held: float | None = None,
 ) -> tuple[str, int]:
-    """The continuation and the size of its cache; with `exact` every head reads the prompt with softmax."""
+    """The continuation and the size of its cache.
+
+    Unless `held` is None, every head reads the prompt with softmax, and that share of each window is for tokens from
+    anywhere in it.
+    """
     import torch
     from transformers import DynamicCache, TextStreamer
 
@@ -87,14 +102,14 @@ def write(
     if inputs.input_ids.shape[1] == 0:
         raise AttngapError("The prompt is empty. Give some text to continue")
     torch.manual_seed(seed)
-    cache = exact_prefill(model, inputs.input_ids[:, :-1]) if exact else DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config) if held is None else exact_prefill(model, inputs.input_ids[:, :-1], held)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     out = model.generate(
         **inputs,
         max_new_tokens=tokens,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if show else None,
         past_key_values=cache,
-        prefill_chunk_size=None if exact else PIECE,  # beyond the cache, memory does not grow with the prompt
+        prefill_chunk_size=PIECE if held is None else None,  # beyond the cache, memory does not grow with the prompt
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **sampling,
     )

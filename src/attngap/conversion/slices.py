@@ -247,6 +247,10 @@ class SliceReference:
         """The replacements have changed."""
         self._states.clear()
 
+    def put_state(self, place: int, layer: int, state: State) -> None:
+        """The state before one of the slices, where it is not what the replacement alone makes of the past."""
+        self._states[place, layer] = state
+
     def pairs(self) -> Iterator[tuple[int, Tensor]]:
         """The places of the slices and what the original says of them."""
         for place, teacher in enumerate(self._teachers):

@@ -20,6 +20,7 @@ from attngap.mechanisms.decoding import Decoder
 from attngap.mechanisms.held import hold, release
 from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
+from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.compat import (
     Cache,
     CacheLayerMixin,
@@ -75,10 +76,21 @@ class MixedLayer(CacheLayerMixin):
         self.unread = False
         self.past: _Past | None = None
         self.decoder: Decoder | None = None
+        self.form: tuple[int, int] | None = None  # window and sinks of the state, where they are not the mechanism's
+        self._formed: tuple[Mechanism, Hybrid] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own, which its decoder must be laid out for anew."""
-        return vars(self) | {"decoder": None}
+        return vars(self) | {"decoder": None, "_formed": None}
+
+    def formed(self, mechanism: Mechanism) -> Mechanism:
+        """The mechanism with the window and the sinks that the state has."""
+        if self.form is None or not isinstance(mechanism, Hybrid):
+            return mechanism
+        if self._formed is None or self._formed[0] is not mechanism:
+            window, sinks = self.form
+            self._formed = mechanism, mechanism.with_window(window).with_sinks(sinks)
+        return self._formed[1]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -138,7 +150,7 @@ class MixedLayer(CacheLayerMixin):
         skipped: Int[Tensor, " h"] | None = None,
     ) -> Float[Tensor, "b h t dv"]:
         """The mechanism's output for new tokens; the state moves on. Heads that `skipped` marks may be left out."""
-        step = _Step(mechanism, q, k, v, real, rotary, skipped)
+        step = _Step(self.formed(mechanism), q, k, v, real, rotary, skipped)
         if self.past is not None:
             self.past.steps.append(step)
         return self._advance(step)
@@ -207,7 +219,7 @@ class MixedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.keys = self.values = self.state = self.count = None
         self.is_initialized, self.unread, self.seen = False, False, 0
-        self.past = self.decoder = None
+        self.past = self.decoder = self.form = self._formed = None
 
     def reorder_cache(self, beam_idx: Int[Tensor, " n"]) -> None:
         self._choose(beam_idx)

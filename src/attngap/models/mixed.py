@@ -184,7 +184,7 @@ class MixedHeads(nn.Module):
 
     def _decoder(self, cache: MixedLayer, place: Tensor, rotary: Angles | None) -> Decoder | None:
         """The compiled call of the cache, laid out anew where it no longer fits."""
-        mechanism, state = self.mechanism, cache.state
+        mechanism, state = cache.formed(self.mechanism), cache.state
         assert isinstance(mechanism, Hybrid)
         assert state is not None
         if cache.decoder is None or not cache.decoder.fits(mechanism, state, cache.count):
@@ -210,12 +210,13 @@ class MixedHeads(nn.Module):
         real: Tensor | None,
         rotary: Angles | None,
     ) -> Tensor:
-        assert isinstance(self.mechanism, Hybrid)
+        mechanism = cache.formed(self.mechanism)
+        assert isinstance(mechanism, Hybrid)
         assert cache.state is not None
-        streams = self.mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
+        streams = mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
         may = None if mask is None else readable(mask)[:, 0, 0]
         kept = KeptHeads(self.place, *cache.append(k, v), may) if self.readers else None
-        out = token_step(self.mechanism, streams, cache.state, rotary, kept, cache.heads)
+        out = token_step(mechanism, streams, cache.state, rotary, kept, cache.heads)
         cache.passed(real, 1)
         return out
 

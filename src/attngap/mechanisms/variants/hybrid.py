@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError, unknown
@@ -78,6 +78,12 @@ class Hybrid(Mechanism):
         other.window = window
         return other
 
+    def with_sinks(self, sinks: int) -> "Hybrid":
+        """The same features, with the same parameters, beside more or fewer sinks."""
+        other = copy.copy(self)
+        other.sinks = sinks
+        return other
+
     def read(self, x, q, k, v, *, start=0, mask=None, rotary=None) -> Streams:
         self.validate(x, q, k, v, mask)
         return self._encode(q, k, v, positions(q, start, mask), mask, *self.content(q, k, rotary))
@@ -109,21 +115,40 @@ class Hybrid(Mechanism):
         return empty_state(streams.k, streams.v, far_streams(streams)[1], self.window, self.sinks)
 
     def state_after(
-        self, k: Float[Tensor, "b h_kv t d"], v: Float[Tensor, "b h_kv t dv"], rotary: Angles | None = None
+        self,
+        k: Float[Tensor, "b h_kv t d"],
+        v: Float[Tensor, "b h_kv t dv"],
+        rotary: Angles | None = None,
+        held: Int[Tensor, "b h_kv n"] | None = None,
     ) -> State:
-        """The state of whole unpadded sequences, from their keys and values alone; gradients reach the features."""
-        t, first, last = k.shape[2], self.sinks, k.shape[2] - self.window
+        """The state of whole unpadded sequences, from their keys and values alone; gradients reach the features.
+
+        `held` are tokens between sinks and window that each key head holds exactly. They lie beside the sinks, so that
+        the state is one of `with_sinks(sinks + n)`.
+        """
+        more = 0 if held is None else held.shape[2]
+        t, first, sinks = k.shape[2], self.sinks, self.sinks + more
+        last = t - self.window
+        if more > max(0, last - first):
+            raise AttngapError(
+                f"hybrid: {more} tokens cannot be held of {max(0, last - first)} beyond sinks and window"
+            )
         read = k if self.rotary is None else self.content(k, k, rotary)[1]
         position = torch.arange(t, device=k.device)[None]
-        fk = self.feature_map.key(read[:, :, first:], position[:, first:])  # (b, h_kv, t - sinks, r)
-        state = empty_state(k, v, fk, self.window, self.sinks)
+        fk = self.feature_map.key(read[:, :, first:], position[:, first:])  # (b, h_kv, t - first, r)
+        state = empty_state(k, v, fk, self.window, sinks)
         if last > first:
             gone = fk[:, :, : last - first].to(state["S"].dtype)
+            if held is not None:
+                gone = gone.scatter(2, (held - first)[..., None].expand(*held.shape, fk.shape[3]), 0.0)
             state["S"] = gone.mT @ v[:, :, first:last].to(gone.dtype)
             state["z"] = gone.sum(2)
         for name, x in (("k", k), ("v", v)):
-            state[name] = roll_up(x[:, :, :0], x, 0, self.window, self.sinks)
-        state["fk"] = roll_up(fk[:, :, :0], fk, 0, self.window, 0)
+            state[name] = roll_up(x[:, :, :0], x, 0, self.window, sinks)
+            if held is not None:
+                chosen = x.gather(2, held[..., None].expand(*held.shape, x.shape[3]))
+                state[name] = torch.cat((x[:, :, :first], chosen, state[name][:, :, sinks:]), 2)
+        state["fk"] = roll_up(fk[:, :, :0], fk[:, :, more:], 0, self.window, 0)
         state["count"] = state["count"] + t
         return state
 
