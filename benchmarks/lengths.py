@@ -9,7 +9,9 @@ One reading of a passage answers for every length, for no token knows what comes
 are over the 512 tokens before each length. Numbers are stated in the passage, outside of these, and at each length
 every one stated so far is asked for, each question on a copy of the cache. A random sequence comes a second time, after
 a period of half of each length; its last 512 tokens count. Every figure is written when it is known, and the same
-command goes on where it stopped. `--table` prints what is there.
+command goes on where it stopped. `--table` prints what is there. With `--exact-prompt` the converted model also reads
+each length's scored tokens after a prompt that every head has read with softmax, once for each share given: 0 keeps the
+last tokens alone, 0.5 gives half of each window's room to tokens from anywhere in the prompt.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,14 +28,18 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import attngap
+from attngap.heads.forward import body_of
 from attngap.heads.replacement import window_only
+from attngap.mechanisms.most_missed import ROWS
 from attngap.mechanisms.variants.hybrid import Hybrid
+from attngap.models.capture import Call, capture
 from attngap.models.mixed import mixed_heads
-from attngap.models.swap import swap
+from attngap.models.prefill import Read, hand_over
+from attngap.models.swap import empty_cache, swap
 
 SCORED = 512  # tokens before a length
 PIECE = 1024  # tokens read at a time
-ORIGINAL, CONVERTED, WINDOW = "original", "converted", "sinks + window"
+ORIGINAL, CONVERTED, WINDOW, EXACT = "original", "converted", "sinks + window", "exact prompt"
 PLACES = {  # of the numbers, none among the scored tokens of 1,024, 2,048, 4,096 and 8,192
     "Anna": 60,
     "Bruno": 300,
@@ -112,11 +119,51 @@ def read(
         if stop not in lengths:
             continue
         scored[stop] = torch.cat(states)[-SCORED - 1 : -1].clone()
-        for name in [name for name, place in PLACES.items() if ask and place < stop - SCORED]:
-            asked, count = passage.question(name)
-            out = model(input_ids=asked, past_key_values=copy.deepcopy(cache), use_cache=True).logits[0]
-            right = out[-count - 1 : -1].argmax(-1) == asked[0, -count:]
-            answers[stop, name] = float(right.float().mean())
+        answers |= answered(model, passage, cache, stop) if ask else {}
+    return scored, answers
+
+
+def answered(model: PreTrainedModel, passage: Passage, cache: Any, stop: int) -> dict[tuple[int, str], float]:
+    """The share recalled of every number that was stated before the scored tokens."""
+    found = {}
+    for name in [name for name, place in PLACES.items() if place < stop - SCORED]:
+        asked, count = passage.question(name)
+        out = model(input_ids=asked, past_key_values=copy.deepcopy(cache), use_cache=True).logits[0]
+        right = out[-count - 1 : -1].argmax(-1) == asked[0, -count:]
+        found[stop, name] = float(right.float().mean())
+    return found
+
+
+@torch.no_grad()
+def read_exactly(original: PreTrainedModel, tokens: torch.Tensor, stops: Sequence[int]) -> dict[int, dict[int, Read]]:
+    """What the layers of the original read of some beginnings of a passage, by their length."""
+    found: dict[int, dict[int, Read]] = {stop: {} for stop in stops}
+
+    def watch(call: Call) -> None:
+        assert call.rotary is not None
+        for stop in stops:
+            turned = call.rotary[0][:, :stop], call.rotary[1][:, :stop]
+            q, k, v = (x[:, :, :stop] for x in (call.q, call.k, call.v))
+            found[stop][call.layer] = Read(q[:, :, -ROWS:].clone(), k, v, turned)
+
+    with capture(body_of(original), watch):
+        body_of(original)(input_ids=tokens[:, : max(stops)], use_cache=False)
+    return found
+
+
+@torch.no_grad()
+def read_after_exact(
+    model: PreTrainedModel, passage: Passage, prompts: dict[int, dict[int, Read]], held: float, *, ask: bool
+) -> tuple[dict[int, torch.Tensor], dict[tuple[int, str], float]]:
+    """The same where all before the scored tokens was read with softmax in every head."""
+    answers, scored, parts = {}, {}, mixed_heads(model)
+    for start, layers in prompts.items():
+        stop, cache = start + SCORED + 1, empty_cache(model)
+        for layer, read_ in layers.items():
+            hand_over(cache, layer, parts.get(layer), read_, held)
+        tokens = passage.tokens[:, start:stop]
+        scored[stop] = model.base_model(input_ids=tokens, past_key_values=cache).last_hidden_state[0, :-1]
+        answers |= answered(model, passage, cache, stop) if ask else {}
     return scored, answers
 
 
@@ -158,13 +205,39 @@ class Measurement:
                 states, answers = read(each, passage, self.lengths, ask=ask)
                 if model == ORIGINAL:
                     save_file({str(length): x for length, x in states.items()}, kept)
-                teacher = load_file(kept)
-                for length, found in states.items():
-                    labels = passage.tokens[0, length - SCORED : length]
-                    self._note(names[length], model, self._apart(found, teacher[str(length)], labels))
-                for (length, name), right in answers.items():
-                    self._note(f"needle/{length}/{PLACES[name]}/{kind}/{place}", model, {"right": right})
-                print(kind, place, model, flush=True)
+                self._note_text(kind, place, model, passage, states, answers)
+        if self.options.exact_prompt:
+            self._exact(kind, place, passage)
+
+    def _exact(self, kind: str, place: int, passage: Passage) -> None:
+        shares = self.options.exact_prompt
+        names = {(folder, held): f"{EXACT} {held} {folder}" for folder in self.options.folders for held in shares}
+        known = [self.found.get(f"text/{length}/{kind}/{place}", {}) for length in self.lengths]
+        missing = [key for key, name in names.items() if not all(name in each for each in known)]
+        if not missing:
+            return
+        prompts = read_exactly(self.original, passage.tokens, [length - SCORED - 1 for length in self.lengths])
+        for folder, held in missing:
+            model = next(iter(self.models[folder].values()))
+            states, answers = read_after_exact(model, passage, prompts, held, ask=not self.options.no_recall)
+            self._note_text(kind, place, names[folder, held], passage, states, answers)
+
+    def _note_text(
+        self,
+        kind: str,
+        place: int,
+        model: str,
+        passage: Passage,
+        states: dict[int, torch.Tensor],
+        answers: dict[tuple[int, str], float],
+    ) -> None:
+        teacher = load_file(self.options.output.with_suffix(f".{kind}.{place}.safetensors"))
+        for length, found in states.items():
+            labels = passage.tokens[0, length - SCORED : length]
+            self._note(f"text/{length}/{kind}/{place}", model, self._apart(found, teacher[str(length)], labels))
+        for (length, name), right in answers.items():
+            self._note(f"needle/{length}/{PLACES[name]}/{kind}/{place}", model, {"right": right})
+        print(kind, place, model, flush=True)
 
     @torch.no_grad()
     def _apart(self, states: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -252,6 +325,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=1, help="of each kind")
     parser.add_argument("--trials", type=int, default=1, help="of each repetition")
     parser.add_argument("--no-window", action="store_true", help="leave out sinks and window alone")
+    parser.add_argument("--exact-prompt", type=float, nargs="*", default=[], help="shares of windows, such as 0 0.5")
     parser.add_argument("--no-recall", action="store_true", help="ask for no numbers")
     parser.add_argument("--table", action="store_true", help="print what was measured, measure nothing")
     parser.add_argument("-o", "--output", type=Path, required=True)
