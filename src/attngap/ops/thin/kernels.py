@@ -6,14 +6,33 @@ additions from waiting for each other. The rows stay in cache while they meet ev
 
 from typing import NamedTuple
 
-from attngap.ops.native.vectors import BYTES, fma, get, kernel, load, load_half, put, size_of, splat, total
+from attngap.ops.native.vectors import (
+    BYTES,
+    exp,
+    fma,
+    get,
+    kernel,
+    load,
+    load_half,
+    number,
+    over,
+    plus,
+    put,
+    size_of,
+    splat,
+    store,
+    times,
+    total,
+)
 
 SIDE = 4  # rows of the weight side by side
 
 
-class Room(NamedTuple):
-    """Offsets into scratch memory, which this kernel has no use for."""
+class GatedRoom(NamedTuple):
+    """Offsets of what stands between the products, all rows of it."""
 
+    opened: int
+    raised: int
     end: int
     guard: int
 
@@ -65,3 +84,19 @@ def four(at, by_output, bias, x, out, by_row, halved, zero):
     for i in range(SIDE):
         start = zero if bias == 0 else get(bias + i * size, zero)
         put(out + i * size, start + sums[i])
+
+
+@kernel
+def gated(gate, up, down, x, out, rows, width, middle, outputs, room, zero, scratch, first, last):
+    """Outputs first to last of down(silu(gate(x)) * up(x)); gate, up and down are addresses of a weight and a bias."""
+    if first >= last:
+        return
+    size, one, none = size_of(zero), splat(number(1, zero)), splat(zero)
+    opened, raised = scratch + room.opened, scratch + room.raised
+    multiply(gate[0], gate[1], x, opened, rows, width, middle, None, zero, scratch, 0, middle)
+    multiply(up[0], up[1], x, raised, rows, width, middle, None, zero, scratch, 0, middle)
+    for c in range(0, rows * middle * size, BYTES):
+        here = load(opened + c, zero)
+        share = over(here, plus(one, exp(fma(splat(number(-1, zero)), here, none))))
+        store(raised + c, times(share, load(raised + c, zero)))
+    multiply(down[0], down[1], raised, out, rows, middle, outputs, None, zero, scratch, first, last)
