@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from attngap.models.products import Product, compile_products, plain_products, quick_products
 from attngap.models.swap import swap
@@ -73,6 +74,15 @@ def test_training_and_casting_are_seen(layers, taken):
         layers.double()
         assert torch.equal(layers(token.double()), plain(layers, token.double()))
         assert taken["times"] == 6
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_pruned_layers_compute_with_what_is_left(layers, name):
+    token = torch.randn(1, 1, 32)
+    with torch.no_grad():
+        layers(token)
+        prune.random_unstructured(layers[0], name, amount=0.9)
+        torch.testing.assert_close(layers(token), plain(layers, token))
 
 
 def test_copies_compute_with_their_own_weights(layers):

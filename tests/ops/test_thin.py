@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attngap.ops import native
-from attngap.ops.thin import ThinWeight, thin_product
+from attngap.ops.thin import ThinGated, ThinWeight, thin_product
 from attngap.ops.thin import compiled as thin
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs numba")
@@ -94,3 +94,44 @@ def test_a_weight_that_moved_or_changed_its_bias_is_looked_at_again():
     known = ThinWeight(weight, bias)
     weight.data = weight.data.clone()
     assert not known.holds(weight, bias)
+    known = ThinWeight(weight, bias)
+    bias.data = bias.data.clone()
+    assert not known.holds(weight, bias)
+
+
+def gated(width: int, middle: int, outputs: int, biased: bool = False, dtype=torch.float32) -> list[ThinWeight]:
+    sizes = (width, middle), (width, middle), (middle, outputs)
+    given = [(drawn(n, m, seed=i), drawn(n, seed=9 + i) if biased else None) for i, (m, n) in enumerate(sizes)]
+    return [ThinWeight(w.to(dtype), None if b is None else b.to(dtype)) for w, b in given]
+
+
+@pytest.mark.parametrize(("rows", "width", "middle", "outputs"), [(1, 16, 16, 1), (1, 576, 80, 33), (3, 80, 208, 7)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])  # the last where exp of some leaves the numbers of float32
+def test_a_gated_mlp_equals_torch(rows, width, middle, outputs, biased, size):
+    parts, x = gated(width, middle, outputs, biased), size * drawn(rows, 1, width, seed=5)
+    known = ThinGated(*parts)
+    assert known.takes(x)
+    gate, up, down = ((y.weight.double(), None if y.bias is None else y.bias.double()) for y in parts)
+    exact = F.linear(F.silu(F.linear(x.double(), *gate)) * F.linear(x.double(), *up), *down)
+    scale = float(exact.abs().max())
+    torch.testing.assert_close(known.times(x).double(), exact, atol=1e-5 * scale, rtol=1e-5)
+
+
+def test_what_is_no_number_stays_so():
+    x = drawn(2, 1, 32)
+    x[0, 0, 3] = torch.nan
+    found = ThinGated(*gated(32, 48, 8)).times(x)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+
+
+def test_gated_mlps_that_are_left_to_torch():
+    gate, up, down = gated(32, 48, 8)
+    assert ThinGated(gate, up, down).fits
+    other = gated(32, 64, 8)
+    assert not ThinGated(gate, other[1], down).fits
+    assert not ThinGated(gate, up, other[2]).fits
+    assert not ThinGated(*gated(32, 40, 8)).fits  # no whole vectors
+    assert not ThinGated(*gated(32, 48, 8, dtype=torch.bfloat16)).fits
+    assert not ThinGated(gate, up, down).takes(drawn(1, 1, 48))

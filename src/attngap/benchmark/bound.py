@@ -29,7 +29,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def without_attention(model: PreTrainedModel) -> PreTrainedModel:
     """A twin that shares the weights and computes all but attention: linear layers, norms, positions and its cache.
 
-    Its linear layers are those of a converted model, which may be faster than the original's.
+    Its linear layers, gated MLPs and norms are those of a converted model, which may be faster than the original's.
     """
     if not uses_interface(model):
         raise AttngapError(

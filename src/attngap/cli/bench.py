@@ -130,7 +130,7 @@ def _print_model(records: list[dict[str, Any]]) -> None:
     console.print(table)
     weights = records[0]
     console.print(
-        "products compiled: the original with the linear layers that a converted model has.",
+        "products compiled: the original with the linear layers, gated MLPs and norms that a converted model has.",
         style="dim",
     )
     console.print(

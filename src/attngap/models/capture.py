@@ -32,7 +32,7 @@ from attngap.models.compat import (
     uses_interface,
 )
 from attngap.models.masks import FORBIDS, readable
-from attngap.models.products import Product
+from attngap.models.products import QUICK
 
 NAME = "attngap_capture"
 # What `attngap.models.swap` calls its attention function, and the child of a module that says which heads it replaces.
@@ -203,7 +203,7 @@ def attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     """What `forward` takes. A model is watched hundreds of times: asking every module anew takes seconds of them."""
     own = vars(module).get("forward")
-    if own is None or isinstance(own, Product):  # which takes what a linear layer takes
+    if own is None or isinstance(own, QUICK):  # which takes what the class takes
         return _names_of_class(type(module))
     return tuple(inspect.signature(module.forward).parameters)
 

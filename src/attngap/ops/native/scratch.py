@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from attngap.errors import AttngapError
 from attngap.ops.native import PANEL
@@ -37,6 +37,16 @@ class Scratch:
 def lay_out(kind: Any, sizes: Mapping[str, int]) -> Scratch:
     """The fields of `kind` one after the other: a NamedTuple of offsets, then `end`, then `guard`; sizes in bytes."""
     return _laid_out(kind, tuple(sizes[name] for name in kind._fields[:-2]), PANEL if debugging() else 0)
+
+
+def no_scratch() -> Scratch:
+    """Of kernels that have no use for any; guarded like others."""
+    return lay_out(_NoRoom, {})
+
+
+class _NoRoom(NamedTuple):
+    end: int
+    guard: int
 
 
 @functools.lru_cache(256)

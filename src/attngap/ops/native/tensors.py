@@ -46,6 +46,12 @@ def _rows(x: Tensor) -> Rows:
     return Rows(x.data_ptr(), batch, heads, length, width, *strides)
 
 
+def is_memory(x: Tensor) -> bool:
+    """Numbers on the CPU without gaps, and nothing else."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided
+    return plain and x.is_contiguous() and not x.is_neg() and x.data_ptr() != 0
+
+
 def plain_grads(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """What autograd hands back, as memory of its own."""
     return tuple(None if x is None else plain_tensor("a gradient", x) for x in grads)

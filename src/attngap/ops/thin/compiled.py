@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attngap.ops import native, pages
-from attngap.ops.native.scratch import lay_out
+from attngap.ops.native.scratch import lay_out, no_scratch
+from attngap.ops.native.tensors import is_memory
 
 MOST_ROWS = 4  # of x: torch's products catch up with more
 MOST_THREADS = 4  # with more of them torch may read memory faster than one thread does
@@ -24,16 +25,17 @@ class ThinWeight:
             native.available()
             and self.kind in KINDS
             and self.width % WIDTH == 0
-            and all(_is_memory(x) and x.dtype == self.kind for x in (weight, bias) if x is not None)
+            and all(is_memory(x) and x.dtype == self.kind for x in (weight, bias) if x is not None)
         )
         if self.fits:
             from attngap.ops.thin import kernels
 
             self.kernel, self.address = kernels.multiply, weight.data_ptr()
             self.halved = None if self.kind == torch.float32 else 1
-            self.scratch = lay_out(kernels.Room, {})
+            self.scratch = no_scratch()
             self.added = None if bias is None else bias.detach().float()
-            self.written = None if bias is None else bias._version
+            self.added_address = 0 if self.added is None else self.added.data_ptr()
+            self.written = None if bias is None else (bias._version, bias.data_ptr())
 
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether these are still the same, where they were."""
@@ -41,7 +43,7 @@ class ThinWeight:
             return False
         if not self.fits:
             return True
-        return weight.data_ptr() == self.address and (bias is None or bias._version == self.written)
+        return weight.data_ptr() == self.address and (bias is None or (bias._version, bias.data_ptr()) == self.written)
 
     def takes(self, x: Tensor) -> bool:
         """A few plain rows where one thread reads memory as fast as torch's do."""
@@ -51,28 +53,58 @@ class ThinWeight:
             and 0 < x.numel() <= self.most
             and x.shape[-1] == self.width
             and type(x) is Tensor
-            and x.device.type == "cpu"
+            and x.is_cpu
             and not x.is_neg()
             and torch.get_num_threads() <= MOST_THREADS
         )
 
     def times(self, x: Tensor) -> Tensor:
         """x W^T + bias with sums in float32, in the type of x."""
-        x = x.float().contiguous()
-        size = (*x.shape[:-1], self.outputs)
+        shape = x.shape
+        if x.dtype != torch.float32 or not x.is_contiguous():
+            x = x.float().contiguous()
+        size = (*shape[:-1], self.outputs)
         guarded = self.scratch.guards  # as they are where kernels are debugged
-        out = pages.empty(size, torch.float32, x.device) if guarded else torch.empty(size, dtype=torch.float32)
-        bias = 0 if self.added is None else self.added.data_ptr()
+        out = pages.empty(size, torch.float32, x.device) if guarded else x.new_empty(size)
         sizes = x.numel() // self.width, self.width, self.outputs
-        given = self.address, bias, x.data_ptr(), out.data_ptr(), *sizes, self.halved
+        given = self.address, self.added_address, x.data_ptr(), out.data_ptr(), *sizes, self.halved
         native.run_alone(self.kernel, given, torch.float32, self.outputs, self.scratch)
         return out if self.halved is None else out.to(self.kind)
 
 
-def _is_memory(x: Tensor) -> bool:
-    """Numbers on the CPU without gaps, and nothing else."""
-    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided
-    return plain and x.is_contiguous() and not x.is_neg() and x.data_ptr() != 0
+class ThinGated:
+    """The weights of down(silu(gate(x)) * up(x)), looked at once for the many tokens to come."""
+
+    def __init__(self, gate: ThinWeight, up: ThinWeight, down: ThinWeight):
+        self.gate, self.up, self.down = gate, up, down
+        given = (gate, up, down)
+        sizes = (gate.width, gate.outputs) == (up.width, up.outputs) and gate.outputs == down.width
+        self.fits = sizes and all(part.fits and part.kind == torch.float32 for part in given)
+        if self.fits:
+            from attngap.ops.thin import kernels
+
+            self.kernel = kernels.gated
+            middle = MOST_ROWS * gate.outputs * torch.float32.itemsize
+            self.scratch = lay_out(kernels.GatedRoom, {"opened": middle, "raised": middle})
+            self.addresses = tuple((part.address, part.added_address) for part in given)
+
+    def holds(self, gate: ThinWeight, up: ThinWeight, down: ThinWeight) -> bool:
+        """Whether these are still the same."""
+        return gate is self.gate and up is self.up and down is self.down
+
+    def takes(self, x: Tensor) -> bool:
+        return self.fits and self.gate.takes(x)
+
+    def times(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        size = (*x.shape[:-1], self.down.outputs)
+        guarded = self.scratch.guards  # as they are where kernels are debugged
+        out = pages.empty(size, torch.float32, x.device) if guarded else x.new_empty(size)
+        gate, outputs = self.gate, self.down.outputs
+        sizes = x.numel() // gate.width, gate.width, gate.outputs, outputs
+        given = *self.addresses, x.data_ptr(), out.data_ptr(), *sizes, self.scratch.room
+        native.run_alone(self.kernel, given, torch.float32, outputs, self.scratch)
+        return out
 
 
 @torch.no_grad()
