@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attngap.ops.dense import dense_product, product, takes_dense
+from attngap.ops.processor import INTEL
 
 pytestmark = pytest.mark.skipif(not product.available(), reason="this torch has no oneDNN")
 
@@ -122,3 +123,10 @@ def test_transforms_and_traces_get_torchs_product(taken):
 def test_it_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("ATTNGAP_NATIVE", "0")
     assert not product.available.__wrapped__()
+
+
+def test_intels_processors_keep_what_was_written_for_them(monkeypatch, taken):
+    monkeypatch.setattr(product, "maker", lambda: INTEL)
+    x, weight = numbers(9, 40), numbers(24, 40, seed=1)
+    assert torch.equal(dense_product(x, weight), F.linear(x, weight))
+    assert not taken["times"]

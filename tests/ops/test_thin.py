@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attngap.ops import native
+from attngap.ops.processor import INTEL
 from attngap.ops.thin import ThinGated, ThinWeight, thin_product
 from attngap.ops.thin import compiled as thin
 
@@ -82,6 +83,12 @@ def test_many_threads_of_torch_are_left_to_it(monkeypatch):
     known = ThinWeight(drawn(8, 32), None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: thin.MOST_THREADS + 1)
     assert not known.takes(drawn(1, 1, 32))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert known.takes(drawn(1, 1, 32))
+    monkeypatch.setattr(thin, "maker", lambda: INTEL)  # whose single cores read memory at half of what two do
+    assert not known.takes(drawn(1, 1, 32))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert known.takes(drawn(1, 1, 32))
 
 
 def test_a_weight_that_moved_or_changed_its_bias_is_looked_at_again():

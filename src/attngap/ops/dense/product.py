@@ -1,8 +1,8 @@
 """`torch.nn.functional.linear` in single precision by oneDNN instead of MKL.
 
 torch computes products of float32 matrices on a CPU by MKL, which uses vectors of half the width on processors of other
-makers than Intel. oneDNN, which torch ships for half precision and convolutions, uses what the processor has. Both sum
-in single precision, in another order.
+makers than Intel. oneDNN, which torch ships for half precision and convolutions, uses what the processor has; on one of
+Intel's it is slower by a tenth. Both sum in single precision, in another order.
 """
 
 import functools
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from attngap.ops.processor import INTEL, maker
 
 FEWEST_ROWS = 8  # of x: with fewer the time goes into reading the weight, which both do alike
 
@@ -30,7 +32,8 @@ def available() -> bool:
 
 
 def takes_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Plain single precision on the CPU, enough rows, and nothing that torch transforms, traces or compiles.
+    """Plain single precision on a CPU that MKL was not written for, enough rows, and nothing that torch transforms,
+    traces or compiles.
 
     oneDNN reads memory by its address: a weight or bias with gaps, or of another size, is left to torch.
     """
@@ -44,7 +47,7 @@ def takes_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     if bias is not None and not (_is_plain(bias) and bias.is_contiguous() and bias.shape == (outputs,)):
         return False
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    return not (trained and torch.is_grad_enabled()) and _may_call() and available()
+    return not (trained and torch.is_grad_enabled()) and _may_call() and available() and maker() != INTEL
 
 
 def _may_call() -> bool:
