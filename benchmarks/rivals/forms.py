@@ -18,11 +18,12 @@ from scores import heads_of, slices, tokenizer_of
 
 WINDOWS = (16, 32, 64, 128, 256, 512)  # fixed before ours had answered anything
 SEED = 21  # scores of heads read other passages
-ASKING = 64  # last queries before a slice, as `attngap.mechanisms.most_missed` looks at
 
 
 def forms(options: argparse.Namespace) -> None:
     """Judge every form at every budget and length that is not judged yet, and note the best."""
+    from attngap.mechanisms.most_missed import ROWS
+
     parts = load_parts(options.output, options.model, None)
     scores = our_scores(options.output)
     tokenizer, path = tokenizer_of(options.output), options.output / FORMS
@@ -34,7 +35,7 @@ def forms(options: argparse.Namespace) -> None:
         queries: dict[int, list[Any]] = {}  # of each layer, the last before each slice
 
         def note(layer: int, seen: Any, before: slice, queries=queries) -> None:
-            queries.setdefault(layer, []).append(seen.q[:, :, before][:, :, -ASKING:].clone())
+            queries.setdefault(layer, []).append(seen.q[:, :, before][:, :, -ROWS:].clone())
 
         sizes = {"facts": length, "text": length, "seed": SEED}
         pieces = slices(parts.original, tokenizer, max(WINDOWS), **sizes, asking=note)

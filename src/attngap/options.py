@@ -25,7 +25,7 @@ GRANULARITY: Granularity = "group"
 # A tenth of the heads carries most of the damage.
 KEEP = 0.1
 # Of a window's room, for tokens from anywhere in a prompt that every head has read exactly: at equal bytes half of it
-# takes off about half of the divergence of the text that follows (docs/results-history.md).
+# takes off about half of the divergence of the next 128 tokens on most texts (docs/rivals.md).
 HELD = 0.5
 # What a model is loaded in, and on; "auto" is the checkpoint's own precision, and the first accelerator there is.
 DTYPES = ("auto", "float32", "bfloat16", "float16")

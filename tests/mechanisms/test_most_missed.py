@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attngap.mechanisms.most_missed import most_missed
-from tests.mechanisms.test_held import KV, LLAMA, WINDOW, H, angles, cut, made, streams, turn
+from tests.mechanisms.test_held import KV, LLAMA, WINDOW, H, angles, cut, made, streams
 
 PROMPT = 20
 
@@ -52,4 +52,3 @@ def test_a_short_prompt_has_few_or_none():
     few = cut(x, 0, WINDOW + 4)
     assert most_missed(found, *few, None, 9).tolist() == [[[2, 3]] * KV] * 3
     assert most_missed(found, *cut(x, 0, 4), None, 9).shape == (3, KV, 0)
-    assert turn(None, 0, 1) is None

@@ -106,8 +106,8 @@ def test_half_of_the_window_goes_to_tokens_that_are_missed(monkeypatch):
 
 
 @torch.no_grad()
-def test_all_of_a_prompt_held_is_the_original(monkeypatch):
-    """Nothing is left to the features, so what follows is exact until the window moves on."""
+def test_what_is_held_brings_the_next_token_nearer_to_the_original(monkeypatch):
+    """As many tokens are left to the features either way; which ones is what differs."""
     model, tokens = zoo.tiny("llama"), zoo.tokens(2, 40)
     converted = swap(model, {i: (m, []) for i, m in featured(model, window=28).items()})
     monkeypatch.setattr("attngap.models.prefill.NARROWEST", 4)

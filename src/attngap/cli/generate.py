@@ -27,7 +27,8 @@ def generate(
     hold: Annotated[
         float | None,
         typer.Option(
-            help="With --exact-prompt: share of each window for tokens from anywhere in it.", show_default=str(HELD)
+            help="With --exact-prompt: share of each window for tokens from anywhere in the prompt.",
+            show_default=str(HELD),
         ),
     ] = None,
     dtype: Dtype = DTYPE,
