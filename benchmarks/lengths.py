@@ -61,7 +61,7 @@ def window_alone(original: PreTrainedModel, converted: PreTrainedModel) -> PreTr
     for layer, part in mixed_heads(converted).items():
         m = part.mechanism
         assert isinstance(m, Hybrid)
-        layers[layer] = window_only(m, m.window, m.sinks), part.keep.tolist()
+        layers[layer] = window_only(m, m.room, m.sinks), part.keep.tolist()
     return swap(original, layers)
 
 

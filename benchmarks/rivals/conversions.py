@@ -102,8 +102,9 @@ def chosen_form(folder: Path, length: int, budget: float, wanted: Callable[[Form
 
 
 def with_window(mechanism: Any, window: int | None) -> Any:
-    """The same fitted features behind another window."""
-    if window is None or mechanism.window == window:
+    """The same fitted features behind another window, or all of its own room for last tokens."""
+    window = getattr(mechanism, "room", None) if window is None else window
+    if window is None or (mechanism.window == window and not mechanism.held):
         return mechanism
     return mechanism.with_window(window)
 

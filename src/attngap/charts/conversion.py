@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from attngap.charts.frame import BLUE, GRAY, ORANGE, PURPLE, SERIES, TEAL, Row, altair, rows
+from attngap.charts.frame import BLUE, GRAY, GREEN, ORANGE, PURPLE, SERIES, TEAL, Row, altair, rows
 
 Point = tuple[int | float, int | float]  # context, value
 MODELS = {
@@ -12,6 +12,7 @@ MODELS = {
     "converted": BLUE,
     "without features": ORANGE,
     "sinks + window only": ORANGE,
+    "without held tokens": GREEN,
     "without window": TEAL,
     "random heads": PURPLE,
 }

@@ -13,6 +13,7 @@ VEGA_LITE = "application/vnd.vegalite.v6+json"  # the kind of picture that Altai
 
 # Okabe and Ito's palette, which most color-blind readers tell apart; each at least 3:1 on white and on near-black.
 ORANGE, BLUE, TEAL, PURPLE, GRAY = "#d55e00", "#2a7fc0", "#00917a", "#b0578d", "#808892"
+GREEN = "#6a8f1f"
 SERIES = (BLUE, ORANGE, TEAL, PURPLE, GRAY)
 
 

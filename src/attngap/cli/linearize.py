@@ -46,6 +46,7 @@ def linearize(
     mechanism: Annotated[str | None, _planned("mechanism", complete.mechanisms)] = None,
     window: Annotated[int | None, _planned("window")] = None,
     even_windows: Annotated[bool, typer.Option("--even-windows", help=ConversionOptions.help("even_windows"))] = False,
+    held: Annotated[float, _help("held")] = _default("held"),
     sinks: Annotated[int | None, _planned("sinks")] = None,
     context: Annotated[int, _help("context")] = _default("context"),
     tokens: Annotated[int, _help("tokens")] = _default("tokens"),
@@ -81,7 +82,7 @@ def linearize(
     given = {"keep": keep, "max_ppl_ratio": max_ppl_ratio, "max_ppl_length": max_ppl_length}
     given |= {"granularity": granularity}
     given |= {"mechanism": mechanism, "window": window, "sinks": sinks, "context": context, "tokens": tokens}
-    given |= {"even_windows": even_windows or None}
+    given |= {"even_windows": even_windows or None, "held": held}
     given |= {"length": length, "steps": steps, "joint": joint, "rounds": rounds, "lora": lora, "seed": seed}
     options = ConversionOptions(**{name: value for name, value in given.items() if value is not None})
     from attngap.storage.folder import check_output

@@ -51,8 +51,8 @@ tags: [attngap, linear-attention]
 ---
 # {known or base}, {receipt.heads - receipt.kept} of {receipt.heads} attention heads replaced
 
-Made by attngap: the other {receipt.kept} heads keep softmax. Replacement: {receipt.mechanism}, the last
-{receipt.last_tokens()} and the first {receipt.options["sinks"]} exact.
+Made by attngap: the other {receipt.kept} heads keep softmax. Replacement: {receipt.mechanism},
+{receipt.exact_tokens()} and the first {receipt.options["sinks"]} exact.
 Base weights: sha256 `{conversion.base.sha256}`.
 
 ```python

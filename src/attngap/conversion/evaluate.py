@@ -17,6 +17,7 @@ from attngap.conversion.receipt import (
     RANDOM,
     WINDOW,
     WITHOUT,
+    WITHOUT_HELD,
     WITHOUT_WINDOW,
     Figures,
     Receipt,
@@ -139,11 +140,14 @@ def measure(
 
 
 def parts_of(original: PreTrainedModel, converted: PreTrainedModel, *, baselines: bool) -> dict[str, PreTrainedModel]:
-    """What is measured at each length: original and converted, and the latter without its features or its window."""
+    """What is measured at each length: original and converted, and the latter without one of its parts."""
     found = {ORIGINAL: original, CONVERTED: converted}
     near = _hybrids(converted)
     if baselines and near:
         found[WITHOUT] = _with_parts(original, converted, {i: _without_features(m) for i, m in near.items()})
+        if any(m.held for m in near.values()):
+            last = {i: m.with_window(m.room) for i, m in near.items()}
+            found[WITHOUT_HELD] = _with_parts(original, converted, last)
         found[WITHOUT_WINDOW] = _with_parts(original, converted, {i: _without_window(m) for i, m in near.items()})
     return found
 
@@ -164,7 +168,8 @@ def _with_parts(
 
 
 def _without_features(m: Hybrid) -> Mechanism:
-    return window_only(m, m.window, m.sinks, relative=m.relative)
+    """The last tokens alone, as many as there is room for."""
+    return window_only(m, m.room, m.sinks, relative=m.relative)
 
 
 def _without_window(m: Hybrid) -> Mechanism:

@@ -97,11 +97,12 @@ def linearize(
             kept = run.fit_and_choose(ray)
             run.share_windows(kept)
             converted = run.fit_jointly(kept)
+            room = run.hold_tokens()
         # Where this model is: the plan may name it as it was seen from another folder, or on another machine.
         base = Base.of(model, str(model.config.name_or_path or ""))
         fixed = {(layer, head) for layer, head in plan.keep if layer not in built}
         final = plan.model_copy(update={"keep": tuple(sorted(kept | fixed)), "replacement": replacement})
-        made = {i: o | ({"window": run.windows[i]} if i in run.windows else {}) for i, (_, o) in built.items()}
+        made = {i: o | room.get(i, {}) for i, (_, o) in built.items()}
         set_conversion(converted, conversion_record(converted, made, final, base, options.lora))
         receipt = run.receipt(kept)
         if folder is not None:

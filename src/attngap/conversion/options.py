@@ -11,6 +11,9 @@ from attngap.options import GRANULARITY, KEEP, SINKS, Granularity, Options
 # Twice that of a diagnosis, whose passages of 1,024 tokens would not show what lies farther back: on other kinds of
 # text it took off about half of the divergence, for some 6% of the original's cache at 4,096 tokens (docs/results.md).
 CONVERTED_WINDOW = 512
+# Of the same room: at 2,048 and 4,096 tokens a fifth of it for the tokens that queries weigh most halved the divergence
+# on three texts; a sixth did as well, a quarter or more less well (docs/results.md).
+HELD_SHARE = 0.2
 
 
 class ConversionOptions(Options):
@@ -29,6 +32,9 @@ class ConversionOptions(Options):
     ] = "prototype"
     window: Annotated[int, Field(ge=0, description="Last keys kept exact, the mean over layers.")] = CONVERTED_WINDOW
     even_windows: Annotated[bool, Field(description="The same window in every layer.")] = False
+    held: Annotated[
+        float, Field(ge=0, lt=1, description="Share of a window for tokens from anywhere, chosen as text goes on.")
+    ] = HELD_SHARE
     sinks: Annotated[int, Field(ge=0, description="First keys kept exact.")] = SINKS
     context: Annotated[int, Field(ge=16, description="Tokens per short passage.")] = 1024
     tokens: Annotated[int, Field(description="Calibration tokens in short passages.")] = 12288
@@ -57,11 +63,17 @@ class ConversionOptions(Options):
         return self
 
 
-def last_tokens(window: int, windows: Mapping[Any, int]) -> str:
+def exact_tokens(options: Mapping[str, Any], windows: Mapping[Any, int]) -> str:
+    """What replaced heads read exactly besides sinks, from a receipt's options and windows.
+
+    >>> exact_tokens({"window": 512}, {}), exact_tokens({"window": 512}, {0: 128, 1: 1536})
+    ('the last 512 tokens', 'the last 128 to 1,536 tokens (by layer, at most 512 on average)')
+    >>> exact_tokens({"window": 512, "held": 0.2}, {})
+    'the last 512 tokens, 20% of that room given to tokens from anywhere'
     """
-    >>> last_tokens(512, {}), last_tokens(512, {0: 128, 1: 1536})
-    ('512 tokens', '128 to 1,536 tokens (by layer, at most 512 on average)')
-    """
-    if not windows:
-        return f"{window:,} tokens"
-    return f"{min(windows.values()):,} to {max(windows.values()):,} tokens (by layer, at most {window:,} on average)"
+    window, held = options["window"], options.get("held")
+    found = f"the last {window:,} tokens"
+    if windows:
+        low, high = min(windows.values()), max(windows.values())
+        found = f"the last {low:,} to {high:,} tokens (by layer, at most {window:,} on average)"
+    return f"{found}, {held:.0%} of that room given to tokens from anywhere" if held else found

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from attngap.conversion import receipt_view
 from attngap.conversion.by_length import AtLength
-from attngap.conversion.options import ConversionOptions, last_tokens
+from attngap.conversion.options import ConversionOptions, exact_tokens
 from attngap.conversion.quality import Quality
 from attngap.conversion.speed import Speed
 from attngap.errors import AttngapError
@@ -21,6 +21,7 @@ FILE = "receipt.json"
 DEFAULT_CONTEXT: int = ConversionOptions.default("context")
 ORIGINAL, CONVERTED, WINDOW, RANDOM = "original", "converted", "sinks + window only", "random heads"
 WITHOUT = "without features"  # at each length: the same heads, sinks and window only
+WITHOUT_HELD = "without held tokens"  # all of the room for the last tokens
 WITHOUT_WINDOW = "without window"  # the same features, for the window's keys too
 
 
@@ -73,9 +74,9 @@ class Receipt(BaseModel):
     provenance: dict[str, Any] = {}
     entries: list[Entry] = []  # measured later, by `attngap eval`, the oldest first
 
-    def last_tokens(self) -> str:
-        """How many of the last tokens replaced heads read exactly, in words."""
-        return last_tokens(self.options["window"], self.windows)
+    def exact_tokens(self) -> str:
+        """What replaced heads read exactly besides sinks, in words."""
+        return exact_tokens(self.options, self.windows)
 
     def save(self, directory: str | Path) -> None:
         write_text(Path(directory) / FILE, self.model_dump_json(by_alias=True, indent=1) + "\n")

@@ -21,7 +21,7 @@ def headline(receipt: "Receipt") -> str:
 
 def reading(receipt: "Receipt") -> list[str]:
     """What replaced heads read exactly, and what computed the rest when it was measured; as far as a receipt says."""
-    near = f"Replaced heads read exactly the last {receipt.last_tokens()}" if receipt.options.get("window") else ""
+    near = f"Replaced heads read exactly {receipt.exact_tokens()}" if receipt.options.get("window") else ""
     named = receipt.provenance.get("far_part")
     return [each for each in (near, f"Far keys are read by {named}" if named else "") if each]
 

@@ -234,6 +234,19 @@ class ConversionRun:
             m.load_state_dict({name: done[f"{layer}.{name}"] for name in m.state_dict()})
         return before, after
 
+    def hold_tokens(self) -> dict[int, dict[str, int]]:
+        """Give a share of each window's room to tokens from anywhere, once everything is fitted; options by layer.
+
+        Features are fitted to what lies beyond a plain window: what is held is only known when tokens have been read.
+        """
+        found: dict[int, dict[str, int]] = {}
+        for layer, m in self.mechanisms.items():
+            if isinstance(m, Hybrid):
+                found[layer] = {"window": m.window} | (m.sharing(self.options.held) if self.options.held else {})
+                for name, value in found[layer].items():
+                    setattr(m, name, value)
+        return found
+
     def receipt(self, keep: Keep) -> Receipt:
         """What was kept and how well the others fit; nothing is measured yet."""
         part = next(iter(self.mechanisms.values()))

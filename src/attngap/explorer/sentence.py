@@ -51,7 +51,7 @@ class Sentences:
         """Up to so many tokens every replaced head reads all of them exactly, and nothing can have changed."""
         parts = mixed_heads(self.models["converted"]).values() if "converted" in self.models else ()
         near = [part.mechanism for part in parts]
-        return min((m.window + m.sinks if isinstance(m, Hybrid) else 0 for m in near), default=0)
+        return min((m.slots if isinstance(m, Hybrid) else 0 for m in near), default=0)
 
     def pattern(self, text: str, layer: int, head: int) -> dict[str, Any]:
         """The head's weights, as `original` and, of a converted model, as `converted`."""

@@ -14,6 +14,8 @@ from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.ops import native
 from attngap.ops.hybrid.call import TokenCall
 
+READ = ("k", "v", "S", "z", "cos", "sin")  # of what is held, by a token
+
 
 class Decoder:
     """The step of `Hybrid` for one state, with all that stays the same from token to token laid out once.
@@ -90,7 +92,7 @@ def decoder(
         return None
     if mechanism.rotary is not None and (rotary is None or rotary[0].dtype != state["S"].dtype):
         return None
-    tensors = (*parameters_of(mechanism).values(), *(x for name, x in state.items() if name != "count"))
+    tensors = (*parameters_of(mechanism).values(), *(state[name] for name in READ if name in state))
     if not native.usable(*tensors, state=state["S"]):
         return None
     if not all(x.is_contiguous() for x in (*tensors, state["count"], position)):

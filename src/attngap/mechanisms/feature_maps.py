@@ -50,7 +50,10 @@ class FeatureMap(nn.Module):
     def query(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
         return self.query_features(x.to(accumulate_dtype(x.dtype)), position).to(x.dtype)
 
-    def key(self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"]) -> Float[Tensor, "b h t r"]:
+    def key(
+        self, x: Float[Tensor, "b h t d"], position: Int[Tensor, "#b t"] | Int[Tensor, "b h t"]
+    ) -> Float[Tensor, "b h t r"]:
+        """`position` may differ from head to head."""
         return self.key_features(x.to(accumulate_dtype(x.dtype)), position).to(x.dtype)
 
     def query_features(self, x: Tensor, position: Tensor) -> Tensor:
@@ -255,7 +258,8 @@ class Cosformer(FeatureMap):
         last = int(position.max())
         if last >= self.length:
             raise AttngapError(f"cosformer: position {last} is past length={self.length}; raise the option `length`")
-        angle = (position.to(x.dtype) * (math.pi / 2 / self.length))[:, None, :, None]
+        position = position if position.ndim == 3 else position[:, None]
+        angle = (position.to(x.dtype) * (math.pi / 2 / self.length))[..., None]
         x = F.relu(x)
         return torch.cat([x * angle.cos(), x * angle.sin()], -1)
 
@@ -332,7 +336,8 @@ class Prototype(FeatureMap):
         return self.log_rate.exp().clamp(max=FASTEST)
 
     def _faded(self, x: Tensor, position: Tensor) -> Float[Tensor, "b h_kv t r"]:
-        return (self.rates().to(x.dtype) * position[:, None, :, None]).clamp(max=FADED)
+        position = position if position.ndim == 3 else position[:, None]
+        return (self.rates().to(x.dtype) * position[..., None]).clamp(max=FADED)
 
 
 class Nothing(FeatureMap):

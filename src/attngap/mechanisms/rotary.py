@@ -110,6 +110,14 @@ class Rotary:
         return torch.cat((turned, still) if self.place == "first" else (still, turned), -1)
 
 
+def cut(angles: Angles | None, rows: slice, tokens: slice | Tensor) -> Angles | None:
+    """Those of some tokens of some sequences."""
+    if angles is None:
+        return None
+    cos, sin = (x[rows if len(x) > 1 else slice(None)][:, tokens] for x in angles)
+    return cos, sin
+
+
 def every_layout() -> list[Rotary]:
     """All of them, the common ones first."""
     return [Rotary(pairs, angles, place) for place in PLACES for angles in ANGLES for pairs in PAIRS]

@@ -17,8 +17,8 @@ from torch import Tensor
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism, State
 from attngap.mechanisms.decoding import Decoder
-from attngap.mechanisms.held import hold, release
-from attngap.mechanisms.prompts import read_piece
+from attngap.mechanisms.held import hold, release, token_taken
+from attngap.mechanisms.prompts import read_in_turns, read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
 from attngap.models.compat import (
@@ -77,20 +77,31 @@ class MixedLayer(CacheLayerMixin):
         self.past: _Past | None = None
         self.decoder: Decoder | None = None
         self.form: tuple[int, int] | None = None  # window and sinks of the state, where they are not the mechanism's
-        self._formed: tuple[Mechanism, Hybrid] | None = None
+        self._formed: dict[str, tuple[Mechanism, Hybrid]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own, which its decoder must be laid out for anew."""
-        return vars(self) | {"decoder": None, "_formed": None}
+        return vars(self) | {"decoder": None, "_formed": {}}
 
     def formed(self, mechanism: Mechanism) -> Mechanism:
         """The mechanism with the window and the sinks that the state has."""
         if self.form is None or not isinstance(mechanism, Hybrid):
             return mechanism
-        if self._formed is None or self._formed[0] is not mechanism:
-            window, sinks = self.form
-            self._formed = mechanism, mechanism.with_window(window).with_sinks(sinks)
-        return self._formed[1]
+        window, sinks = self.form
+        return self._made("formed", mechanism, lambda: mechanism.with_window(window).with_sinks(sinks))
+
+    def reads_by(self, mechanism: Hybrid) -> Hybrid:
+        """What reads a token: the mechanism as it is formed, or what it is between two turns."""
+        formed = self.formed(mechanism)
+        assert isinstance(formed, Hybrid)
+        return self._made("between", formed, lambda: formed.between) if formed.held else formed
+
+    def _made(self, name: str, mechanism: Mechanism, make: Callable[[], Hybrid]) -> Hybrid:
+        """Made once for a mechanism: every token asks for it."""
+        found = self._formed.get(name)
+        if found is None or found[0] is not mechanism:
+            found = self._formed[name] = mechanism, make()
+        return found[1]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -159,7 +170,11 @@ class MixedLayer(CacheLayerMixin):
         mechanism, tokens = step.mechanism, (step.q, step.k, step.v)
         given = {"mask": step.real, "rotary": step.rotary}
         state = None if self.state is None else release(mechanism, self.state, self.heads)
-        found = read_piece(mechanism, *tokens, state=state, start=self.count, **given, skipped=step.skipped)
+        more = {"state": state, "start": self.count, "skipped": step.skipped}
+        if isinstance(mechanism, Hybrid) and mechanism.held:
+            found = read_in_turns(mechanism, *tokens, **more, **given)
+        else:
+            found = read_piece(mechanism, *tokens, **more, **given)
         if found is not None:
             out, after = found
         elif state is None:
@@ -175,6 +190,20 @@ class MixedLayer(CacheLayerMixin):
         """The state has taken in `length` new tokens, of which `real` are no padding."""
         self.count = self.count + (length if real is None else real.sum(1))
         self.unread = False
+
+    def token_taken(
+        self,
+        mechanism: Hybrid,
+        q: Float[Tensor, "b h 1 d"],
+        k: Float[Tensor, "b h_kv 1 d"],
+        rotary: Angles | None,
+        real: Bool[Tensor, " b"] | None,
+    ) -> None:
+        """One call has put a token into the state; where tokens leave in turns, it may be time for one."""
+        formed = self.formed(mechanism)
+        if isinstance(formed, Hybrid) and formed.held:
+            assert self.state is not None
+            token_taken(formed, self.state, q, k, rotary, real, self.heads)
 
     @property
     def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -219,7 +248,8 @@ class MixedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.keys = self.values = self.state = self.count = None
         self.is_initialized, self.unread, self.seen = False, False, 0
-        self.past = self.decoder = self.form = self._formed = None
+        self.past = self.decoder = self.form = None
+        self._formed = {}
 
     def reorder_cache(self, beam_idx: Int[Tensor, " n"]) -> None:
         self._choose(beam_idx)

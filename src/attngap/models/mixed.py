@@ -89,7 +89,9 @@ class MixedHeads(nn.Module):
     ) -> bool:
         """Whether one softmax serves all heads: the first tokens of sequences, none of which leaves the window."""
         mechanism = self.mechanism
-        if not isinstance(mechanism, Hybrid) or real is not None or q.shape[2] > mechanism.sinks + mechanism.window:
+        if not isinstance(mechanism, Hybrid) or real is not None:
+            return False
+        if q.shape[2] > mechanism.slots - (mechanism.held > 0):  # a turn comes with the token that fills all slots
             return False
         if cache is not None and (cache.state is not None or cache.past is not None):
             return False
@@ -105,7 +107,7 @@ class MixedHeads(nn.Module):
         out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
         attend_into(out, q, k, v, torch.arange(h) // (h // k.shape[1]), scale=scale)
         if cache is not None:
-            cache.state = begin(mechanism, k, v, rotary, cache.heads)
+            cache.state = begin(mechanism, q, k, v, rotary, cache.heads)
             cache.passed(None, t)
             if self.readers:
                 cache.append(k, v)
@@ -154,6 +156,7 @@ class MixedHeads(nn.Module):
         if found is None:
             return None
         out = found.token(q, k, v, rotary, mask, cache.grow() if self.readers else None)
+        cache.token_taken(mechanism, q, k, rotary, None if mask is None else mask[:, 0, 0, -1].expand(len(q)))
         forget_pending()
         cache.unread = False
         return out
@@ -176,6 +179,9 @@ class MixedHeads(nn.Module):
         if found is None:
             return None
         out = found.token(q.to(single), k.to(single), v.to(single), angles, mask, None).to(v.dtype)
+        mechanism, real = self.mechanism, None if mask is None else mask[:, 0, 0, -1].expand(len(q))
+        assert isinstance(mechanism, Hybrid)
+        cache.token_taken(mechanism, q.to(single), k.to(single), angles, real)
         forget_pending()
         cache.unread = False
         if not self.readers:
@@ -184,8 +190,8 @@ class MixedHeads(nn.Module):
 
     def _decoder(self, cache: MixedLayer, place: Tensor, rotary: Angles | None) -> Decoder | None:
         """The compiled call of the cache, laid out anew where it no longer fits."""
-        mechanism, state = cache.formed(self.mechanism), cache.state
-        assert isinstance(mechanism, Hybrid)
+        assert isinstance(self.mechanism, Hybrid)
+        mechanism, state = cache.reads_by(self.mechanism), cache.state
         assert state is not None
         if cache.decoder is None or not cache.decoder.fits(mechanism, state, cache.count):
             cache.decoder = decoder(mechanism, state, place, cache.count, rotary, cache.heads)
@@ -210,13 +216,14 @@ class MixedHeads(nn.Module):
         real: Tensor | None,
         rotary: Angles | None,
     ) -> Tensor:
-        mechanism = cache.formed(self.mechanism)
-        assert isinstance(mechanism, Hybrid)
+        assert isinstance(self.mechanism, Hybrid)
+        mechanism = cache.reads_by(self.mechanism)
         assert cache.state is not None
         streams = mechanism.read(None, q, k, v, start=cache.count, mask=real, rotary=rotary)
         may = None if mask is None else readable(mask)[:, 0, 0]
         kept = KeptHeads(self.place, *cache.append(k, v), may) if self.readers else None
         out = token_step(mechanism, streams, cache.state, rotary, kept, cache.heads)
+        cache.token_taken(self.mechanism, q, k, rotary, None if real is None else real[:, 0])
         cache.passed(real, 1)
         return out
 

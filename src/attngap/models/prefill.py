@@ -81,13 +81,15 @@ def hand_over(cache: DynamicCache, index: int, part: MixedHeads | None, read: Re
     layer = cache.layers[index]
     assert isinstance(layer, MixedLayer)
     assert isinstance(part.mechanism, Hybrid)
+    # What is held is asked of the prompt's own last queries here, and stays: a plain hybrid of the same room.
+    mechanism = part.mechanism.with_window(part.mechanism.room)
     layer.lazy_initialization(read.k, read.v)
     layer.append(read.k, read.v)
     q, k, v = (x.to(part.dtype) for x in (read.q, read.k, read.v))
-    long = k.shape[2] > part.mechanism.sinks + part.mechanism.window
-    narrow, more = shared_room(part.mechanism, held if long else 0.0)
+    long = k.shape[2] > mechanism.slots
+    narrow, more = shared_room(mechanism, held if long else 0.0)
     tokens = most_missed(narrow, q, k, v, read.rotary, more)
-    layer.form = (narrow.window, narrow.sinks + more) if more else None
+    layer.form = (narrow.window, narrow.sinks + more) if more or part.mechanism.held else None
     state = narrow.state_after(k, v, read.rotary, tokens)
     layer.state = hold(layer.formed(part.mechanism), state, read.rotary, heads=layer.heads)
     layer.seen = k.shape[2]

@@ -18,7 +18,7 @@ FAR = 64  # tokens of a prompt that are neither sinks nor in the window, so that
 def prompt_length(model: PreTrainedModel) -> int:
     """Tokens after which every window of the model is full and features are read."""
     mechanisms = [part.mechanism for part in mixed_heads(model).values()]
-    return max((m.sinks + m.window for m in mechanisms if isinstance(m, Hybrid)), default=0) + FAR
+    return max((m.slots for m in mechanisms if isinstance(m, Hybrid)), default=0) + FAR
 
 
 def reach(model: PreTrainedModel) -> int:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attngap.errors import AttngapError, unknown
+from attngap.mechanisms import turns
 from attngap.mechanisms.base import Mechanism, State, Streams, positions, read_out
 from attngap.mechanisms.feature_maps import feature_map as make_map
 from attngap.mechanisms.rotary import Angles, layout
@@ -34,6 +35,9 @@ class Hybrid(Mechanism):
     and keys turned back by their own position, so that they hold at every length; near keys stay as they are. Without,
     they read what the model turned, and from position `reach` on a query reads the near keys alone: features fitted to
     shorter sequences have not seen what positions make of keys and queries there. Causal only.
+
+    With `held` each key head also reads as many tokens from anywhere exactly, those that its queries weighed most, and
+    the last `window` at most: their oldest `turn` leave together (`attngap.mechanisms.turns`).
     """
 
     name, paper, normalized = "hybrid", "2410.10254", True
@@ -48,6 +52,8 @@ class Hybrid(Mechanism):
         map_options: Mapping[str, Any] | None = None,
         window: int = 64,
         sinks: int = 4,
+        held: int = 0,
+        turn: int = turns.SHORTEST,
         relative: bool = True,
         gain: str = "head",
         reach: int | None = None,
@@ -58,12 +64,20 @@ class Hybrid(Mechanism):
         super().__init__(heads, dim, value_dim, kv_heads=kv_heads)
         check_count("hybrid: window", window, 1)
         check_count("hybrid: sinks", sinks, 0)
+        check_count("hybrid: held", held, 0)
+        check_count("hybrid: turn", turn, 1)
+        if held and (turn >= window or turn % min(turn, turns.QUERIES)):
+            raise AttngapError(
+                f"hybrid: a turn of held tokens must be shorter than the window of {window} and, from {turns.QUERIES} "
+                f"on, a multiple of {turns.QUERIES}, got {turn}"
+            )
         if reach is not None:
             check_count("hybrid: reach", reach, 1)
         if gain not in GAINS:
             raise unknown("hybrid gain", gain, GAINS)
         self.feature_map = make_map(feature_map, heads, dim, self.kv_heads, **(map_options or {}))
         self.window, self.sinks, self.relative, self.gain = window, sinks, relative, gain
+        self.held, self.turn = held, turn if held else 0
         self.reach = reach
         self.rotary = layout(rotary)
         self.scale = dim**-0.5 if scale is None else scale
@@ -75,7 +89,7 @@ class Hybrid(Mechanism):
     def with_window(self, window: int) -> "Hybrid":
         """The same features, with the same parameters, behind another window."""
         other = copy.copy(self)
-        other.window = window
+        other.window, other.held, other.turn = window, 0, 0
         return other
 
     def with_sinks(self, sinks: int) -> "Hybrid":
@@ -83,6 +97,41 @@ class Hybrid(Mechanism):
         other = copy.copy(self)
         other.sinks = sinks
         return other
+
+    @property
+    def between(self) -> "Hybrid":
+        """The plain hybrid that it is between two turns, with the same parameters."""
+        return self.with_window(self.window).with_sinks(self.sinks + self.held)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that are read exactly, at most; the first ones of a sequence all are."""
+        return self.sinks + self.held + self.window
+
+    @property
+    def room(self) -> int:
+        """The window of a plain hybrid whose cache is as large."""
+        if not self.held:
+            return self.window
+        size = self.dim + self.value_dim
+        floats = self.held * (size + self.beyond + 1) + self.window + self._asked
+        return self.window + round(floats / size)
+
+    def sharing(self, share: float) -> dict[str, int]:
+        """Options of a hybrid that gives this share of its window's room to held tokens; none where it is too small."""
+        sizes = {"size": self.dim + self.value_dim, "more": self.beyond, "asked": self._asked}
+        found = turns.room_for(self.window, share, **sizes)
+        return {} if found is None else dict(zip(("window", "held", "turn"), found, strict=True))
+
+    @property
+    def beyond(self) -> int:
+        """Floats of a held token in a cache, beyond its key and value: its position, and its key turned back by it."""
+        return 2 + (0 if self.rotary is None else self.dim)
+
+    @property
+    def _asked(self) -> int:
+        """Floats of the queries of a turn, for each key head."""
+        return self.dim * min(turns.QUERIES, self.turn or turns.QUERIES) * self.heads // self.kv_heads
 
     def read(self, x, q, k, v, *, start=0, mask=None, rotary=None) -> Streams:
         self.validate(x, q, k, v, mask)
@@ -112,7 +161,9 @@ class Hybrid(Mechanism):
         return Streams(q, k, v, fq=fq, fk=fk, log_gain=gain, mask=mask)
 
     def init_state(self, streams: Streams) -> State:
-        return empty_state(streams.k, streams.v, far_streams(streams)[1], self.window, self.sinks)
+        fk = far_streams(streams)[1]
+        state = empty_state(streams.k, streams.v, fk, self.window, self.sinks + self.held)
+        return state | turns.empty(self, streams.k) if self.held else state
 
     def state_after(
         self,
@@ -126,6 +177,8 @@ class Hybrid(Mechanism):
         `held` are tokens between sinks and window that each key head holds exactly. They lie beside the sinks, so that
         the state is one of `with_sinks(sinks + n)`.
         """
+        if self.held:
+            raise AttngapError("hybrid: what turns leave depends on queries too; feed the tokens, or take with_window")
         more = 0 if held is None else held.shape[2]
         t, first, sinks = k.shape[2], self.sinks, self.sinks + more
         last = t - self.window
@@ -153,6 +206,8 @@ class Hybrid(Mechanism):
         return state
 
     def step(self, state: State, streams: Streams) -> tuple[Float[Tensor, "b h 1 dv"], State]:
+        if self.held:
+            return turns.step(self, state, streams)
         real = streams.real[:, None, :, None]  # (b, 1, 1, 1)
         new = self._write(state, streams)
         now = streams.wide()
@@ -174,6 +229,9 @@ class Hybrid(Mechanism):
 
     def weights(self, streams: Streams) -> Float[Tensor, "b h t t"]:
         streams = streams.wide()
+        if self.held:
+            identity = torch.eye(streams.length, dtype=streams.v.dtype, device=streams.v.device)
+            return self.chunked(streams.replace(v=identity.expand(*streams.v.shape[:2], -1, -1)))[0]
         fq, fk = far_streams(streams)
         return hybrid_weights(streams.q, streams.k, fq, fk, **self._options(streams))
 
@@ -190,6 +248,8 @@ class Hybrid(Mechanism):
 
         With `inplace` the state handed in may be overwritten.
         """
+        if self.held:
+            return turns.chunked(self, streams, state, chunk, inplace=inplace)
         fq, fk = far_streams(streams)
         options = {"state": state, "chunk": chunk, "near": near, "inplace": inplace, **self._options(streams)}
         out, after = hybrid_attention(streams.q, streams.k, streams.v, fq, fk, **options)
@@ -205,12 +265,12 @@ class Hybrid(Mechanism):
         return near_attention(q, k, v, window=self.window, sinks=self.sinks, scale=self.scale)
 
     def state_floats(self, t: int) -> int:
-        r, slots = self.feature_map.width, self.sinks + self.window
-        return slots * (self.dim + self.value_dim) + self.window * r + r * (self.value_dim + 1)
+        r, more = self.feature_map.width, turns.floats(self) if self.held else 0
+        return self.slots * (self.dim + self.value_dim) + self.window * r + r * (self.value_dim + 1) + more
 
     def state_rank(self, t: int) -> int:
-        """Sinks and the window before t are columns of their own; every other column is far for all rows from t on."""
-        return min(self.sinks + self.window + self.feature_map.rank, t + 1)
+        """What is held exactly before t are columns of their own; every other column is far for all rows from t on."""
+        return min(self.slots + self.feature_map.rank, t + 1)
 
     def _options(self, streams: Streams) -> dict[str, Any]:
         return {

@@ -279,7 +279,8 @@ def read_heads(table, scratch, b, kv, first, heads, count, zero):
         near = min(count, full)
         keys, values = tensor(table, AT.state_k), tensor(table, AT.state_v)
         read_rows(table, scratch, keys, values, b, held, near, False, heads, zero)
-        if there(table, AT.fq) or (computed(table) and count > full):  # else nothing is far
+        position = get(word(table, IN.position) + 8 * b, WORD)
+        if there(table, AT.fq) or (computed(table) and position >= full):  # else nothing is far
             for h in range(heads):
                 far_part(table, scratch, b, held, first + h, h, zero)
             read_sums(table, scratch, b, held, zero)

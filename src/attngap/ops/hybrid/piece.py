@@ -25,13 +25,14 @@ def advance_piece(
     angles: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     skipped: Tensor | None = None,
+    keeps: bool = True,
 ) -> Tensor:
     """(b, h, t, dv), as a view of (b, t, h, dv); the state, which must be contiguous, is overwritten.
 
     `parameters` are those of prototypes, with four axes as `table.shapes_of` says; `position` (b,) counts the tokens
     before for the features; `angles` are cos and sin (1 or b, t, w); `mask` (b, t) is True at real tokens. `skipped`,
     (h,) int64, is not 0 for heads whose output nobody reads: their rows are left as they are, and key heads that none
-    reads are left out of the state.
+    reads are left out of the state. Without `keeps` the rings of the state stay as they are.
     """
     (b, h, t, d), (_, kv, r, dv) = q.shape, state["S"].shape
     table = CallTable(q.dtype, shapes_of(b, h, kv, t, d, dv, r, setting.sinks + setting.window, setting.window))
@@ -53,8 +54,9 @@ def advance_piece(
     piece = PieceSetting(setting.window, setting.sinks, setting.scale, setting.relative, far=True)
     scratch = forward_room(inputs, piece, computed=True)
     state["S"], state["z"] = run_forward(x, q, out, state["S"], state["z"], piece, scratch)
-    _keep(x, q, state, piece, scratch)
-    state["count"] += tokens.lengths
+    if keeps:
+        _keep(x, q, state, piece, scratch)
+        state["count"] += tokens.lengths
     del held
     read = out if skipped is None else out[:, skipped == 0]
     check_finite({"out": read}, {"q": q, "k": k, "v": v, **parameters})

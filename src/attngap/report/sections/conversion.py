@@ -99,7 +99,7 @@ def _against_length(receipt: Result, name: str) -> Chart | None:
     lengths = sorted({row["length"] for row in rows})
     if len(lengths) > 1:
         see = "A line that stays level holds at that length; the gap between the conversion and "
-        see += '"without features" is what the feature maps add to sinks and window.'
+        see += '"without features" is what they and held tokens add to sinks and a window of the same room.'
     else:
         see = f"Measured at {lengths[0]:,} tokens only: it says nothing about longer text."
     if positions and lengths[-1] > positions:

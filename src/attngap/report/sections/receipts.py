@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from attngap.conversion.options import last_tokens
+from attngap.conversion.options import exact_tokens
 from attngap.report.page import Column, Fact
 from attngap.report.results import Result
 
@@ -68,8 +68,7 @@ def limit(content: Row) -> str | None:
     options = content["options"]
     if not options.get("window"):
         return None
-    last = last_tokens(options["window"], content.get("windows") or {})
-    near = f"the first {options['sinks']} and the last {last}"
+    near = f"the first {options['sinks']} and {exact_tokens(options, content.get('windows') or {})}"
     if options.get("context") and _cut_off(content):
         return f"Beyond {options['context']:,} tokens replaced heads read {near} only."
     if useless := _without_use(content):
@@ -131,7 +130,7 @@ def _others(content: Row) -> str:
     """What the replaced heads have."""
     options = content["options"]
     window, windows = options.get("window"), content.get("windows") or {}
-    near = f" and a window of {last_tokens(window, windows)}" if window else ""
+    near = f", and exactly {exact_tokens(options, windows)}" if window else ""
     return f"the others: {content['mechanism']} features{near}"
 
 
