@@ -39,7 +39,8 @@ from attngap.models.swap import empty_cache, swap
 
 SCORED = 512  # tokens before a length
 PIECE = 1024  # tokens read at a time
-ORIGINAL, CONVERTED, WINDOW, EXACT = "original", "converted", "sinks + window", "exact prompt"
+ORIGINAL, CONVERTED, EXACT = "original", "converted", "exact prompt"
+WINDOW, WITHOUT_HELD = "sinks + window", "without held tokens"  # the same heads and the same room
 PLACES = {  # of the numbers, none among the scored tokens of 1,024, 2,048, 4,096 and 8,192
     "Anna": 60,
     "Bruno": 300,
@@ -56,12 +57,14 @@ PLACES = {  # of the numbers, none among the scored tokens of 1,024, 2,048, 4,09
 Found = dict[str, dict[str, dict[str, float]]]  # by task, by model
 
 
-def window_alone(original: PreTrainedModel, converted: PreTrainedModel) -> PreTrainedModel:
+def with_last_tokens_alone(original: PreTrainedModel, converted: PreTrainedModel, what: str) -> PreTrainedModel:
+    """All of the room for the last tokens: with the features, or as sinks and window only."""
     layers = {}
     for layer, part in mixed_heads(converted).items():
         m = part.mechanism
         assert isinstance(m, Hybrid)
-        layers[layer] = window_only(m, m.room, m.sinks), part.keep.tolist()
+        other = window_only(m, m.room, m.sinks) if what == WINDOW else m.with_window(m.room)
+        layers[layer] = other, part.keep.tolist()
     return swap(original, layers)
 
 
@@ -190,8 +193,8 @@ class Measurement:
         for folder in options.folders:
             converted, _ = attngap.load(folder)
             self.models[folder] = {f"{CONVERTED} {folder}": converted}
-            if not options.no_window:
-                self.models[folder][f"{WINDOW} {folder}"] = window_alone(self.original, converted)
+            for what in options.beside:
+                self.models[folder][f"{what} {folder}"] = with_last_tokens_alone(self.original, converted, what)
 
     def text(self, kind: str, place: int, passage: Passage) -> None:
         """Every model on one passage; what the original made of it is kept beside the figures."""
@@ -249,7 +252,7 @@ class Measurement:
     def repetition(self) -> None:
         for folder in (None, *self.options.folders):
             for model, each in self.models[folder].items():
-                for length in self.lengths if not model.startswith(WINDOW) else ():
+                for length in self.lengths if not model.startswith((WINDOW, WITHOUT_HELD)) else ():
                     for seed in range(self.options.trials):
                         name, period = f"repetition/{length}/{seed}", length // 2 - 1
                         if model not in self.found.get(name, {}):
@@ -324,7 +327,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--passages", type=int, default=1, help="of each kind")
     parser.add_argument("--trials", type=int, default=1, help="of each repetition")
-    parser.add_argument("--no-window", action="store_true", help="leave out sinks and window alone")
+    parser.add_argument("--beside", nargs="*", choices=(WINDOW, WITHOUT_HELD), default=[WINDOW], help="also measured")
     parser.add_argument("--exact-prompt", type=float, nargs="*", default=[], help="shares of windows, such as 0 0.5")
     parser.add_argument("--no-recall", action="store_true", help="ask for no numbers")
     parser.add_argument("--table", action="store_true", help="print what was measured, measure nothing")

@@ -48,6 +48,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *(("hybrid", {**SMALL_HYBRID, "feature_map": cls.name}) for cls in FEATURE_MAPS if cls.positive),
     ("hybrid", {**SMALL_HYBRID, "feature_map": "polynomial", "map_options": {"degree": 2}}),
     ("hybrid", {**SMALL_HYBRID, "feature_map": "taylor", "relative": False}),
+    ("hybrid", {"window": 5, "sinks": 1, "held": 3, "turn": 2, "kv_heads": 2}),
+    ("hybrid", {"window": 9, "sinks": 0, "held": 2, "turn": 8, "kv_heads": 2, "feature_map": "prototype"}),
+    ("hybrid", {"window": 2, "sinks": 2, "held": 1, "turn": 1, "relative": False, "gain": "none"}),
 ]
 
 

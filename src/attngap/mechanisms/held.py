@@ -158,7 +158,7 @@ def token_taken(
         _turn(mechanism, held, None if len(full) == len(counts) else torch.tensor(full, device=q.device), heads)
 
 
-def _turn(mechanism: Hybrid, held: State, rows: Int[Tensor, " n"] | None, heads: Heads) -> None:
+def _turn(mechanism: Hybrid, held: State, rows: Int[Tensor, " m"] | None, heads: Heads) -> None:
     before = held if rows is None else {name: x[rows] for name, x in held.items()}
     after = turns.turn_over(mechanism, release(mechanism, before, heads))
     found = _without_rings(after, heads) | {name: _moved_on(before, after, name) for name in RINGS if name in before}
