@@ -11,6 +11,7 @@ import torch
 from attngap import ops
 from attngap.errors import AttngapError
 from attngap.ops import native, pages
+from attngap.ops.native import threads
 from attngap.ops.native.scratch import lay_out
 from attngap.ops.native.tensors import Rows
 
@@ -138,11 +139,20 @@ def test_a_write_outside_of_scratch_memory_or_results_is_noticed(monkeypatch):
     ctypes.memset(out.data_ptr() - 1, pages.CANARY, 1)
 
 
-@pytest.mark.skipif(not native.available(), reason="numba is not installed")
-def test_an_interrupt_waits_for_all_threads(monkeypatch):
-    """A signal that raises while threads compute: none of them goes on after the call has ended."""
+@pytest.fixture(params=["torch's threads", "a pool"])
+def several_threads(request, monkeypatch):
+    """Three of either kind, whatever the work."""
+    if request.param == "a pool":
+        monkeypatch.setattr(threads, "team", lambda: None)
+    elif threads.team() is None:
+        pytest.skip("torch's threads are not GNU OpenMP's here")
     monkeypatch.setattr(native, "ALONE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+@pytest.mark.skipif(not native.available(), reason="numba is not installed")
+def test_an_interrupt_waits_for_all_threads(several_threads):
+    """A signal that raises while threads compute: none of them goes on after the call has ended."""
     started, release, after = threading.Event(), threading.Event(), []
 
     def kernel(zero, address, first, last):
@@ -171,13 +181,41 @@ def test_an_interrupt_waits_for_all_threads(monkeypatch):
     assert len(after) == found
 
 
+def test_an_error_of_one_thread_is_raised_after_all_are_done(several_threads):
+    done = []
+
+    def compute(address):
+        done.append(address)
+        if threading.current_thread() is not threading.main_thread():
+            raise AttngapError(f"no share for {address}")
+        threading.Event().wait(0.2)  # so that the others begin
+
+    with pytest.raises(AttngapError, match="no share for"):
+        threads.together(compute, [1, 2, 3])
+    assert sorted(done) == [1, 2, 3]
+
+
+def test_an_interrupt_before_this_thread_began_is_raised():
+    """Python can only print what is raised between C and the first line of a callback."""
+
+    def parallel(callback, data, count, flags):
+        thread = threading.Thread(target=callback, args=(data,))
+        thread.start()
+        thread.join()
+
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        threads._by_team(parallel, done.append, [1, 2])
+    assert done == [1]
+
+
 def test_many_python_threads_at_once():
     x = draw(1, 2, 40, 16)
     expected, results = call("hybrid", x, x, x), []
-    threads = [threading.Thread(target=lambda: results.append(call("hybrid", x, x, x))) for _ in range(8)]
-    for thread in threads:
+    several = [threading.Thread(target=lambda: results.append(call("hybrid", x, x, x))) for _ in range(8)]
+    for thread in several:
         thread.start()
-    for thread in threads:
+    for thread in several:
         thread.join()
     assert len(results) == 8
     assert all(torch.equal(x, expected) for x in results)

@@ -25,6 +25,7 @@ from attngap.mechanisms import turns
 from attngap.mechanisms.base import Mechanism, State, Streams
 from attngap.mechanisms.rotary import Angles, cut
 from attngap.mechanisms.variants.hybrid import Hybrid, far_streams
+from attngap.mechanisms.whole_turns import Passage, tokens_of
 from attngap.ops.check import accumulate_dtype
 from attngap.ops.hybrid import KeptHeads, decode_step
 
@@ -80,7 +81,7 @@ def hold(
     assert rotary is not None, "features of turned-back keys were computed from it"
     for name, new, start in zip(RINGS, mechanism.rotary.once(rotary), (1.0, 0.0), strict=True):
         ring = held["k"].new_full((len(held["k"]), mechanism.window + 1, new.shape[-1]), start)
-        ring = ring if before is None else _moved_on(before, state, name)
+        ring = ring if before is None else _moved_on(before[name], before, state)
         held[name] = _turned(ring, new.to(ring.dtype), state["count"], real)
     return held
 
@@ -90,9 +91,8 @@ def _without_rings(state: State, heads: Heads) -> State:
     return held if heads is None else {n: x if n in OF_SEQUENCES else x[:, heads] for n, x in held.items()}
 
 
-def _moved_on(before: State, after: State, name: str) -> Float[Tensor, "b rows n"]:
+def _moved_on(ring: Float[Tensor, "b rows n"], before: State, after: State) -> Float[Tensor, "b rows n"]:
     """A ring as turns number its rows: by the tokens that are still there."""
-    ring = before[name]
     if "gone" not in after or bool((after["gone"] == before["gone"]).all()):
         return ring
     rows = torch.arange(ring.shape[1], device=ring.device) + (after["gone"] - before["gone"])[:, None]
@@ -100,7 +100,10 @@ def _moved_on(before: State, after: State, name: str) -> Float[Tensor, "b rows n
 
 
 def release(mechanism: Mechanism, held: State, heads: Heads = None) -> State:
-    """The state with the features of its window, as the mechanism goes on from it; zeros where nothing is held."""
+    """The state with the features of its window, as the mechanism goes on from it; zeros where nothing is held.
+
+    Where tokens leave in turns, with what features are made of in their place: they are computed of what is lost.
+    """
     if not isinstance(mechanism, Hybrid):
         return held
     held = _spread(mechanism, held, heads)
@@ -112,11 +115,7 @@ def release(mechanism: Mechanism, held: State, heads: Heads = None) -> State:
     content = _content(mechanism, held, held["k"][:, :, sinks:], token)
     if not mechanism.held:
         return state | {"fk": mechanism.feature_map.key(content, token)}
-    if mechanism.rotary is not None:
-        state["content"] = content
-    state["fk"] = mechanism.feature_map.key(content, token + held["gone"][:, None])
-    chosen = state["k"][:, :, mechanism.sinks : sinks] if mechanism.rotary is None else state["held_content"]
-    return state | {"held_fk": mechanism.feature_map.key(chosen, state["at"])}
+    return state if mechanism.rotary is None else state | {"content": content}
 
 
 def first_contents(mechanism: Hybrid, k: Float[Tensor, "b h_kv t d"]) -> State:
@@ -153,20 +152,22 @@ def token_taken(
             content = _turned_back(mechanism, k[one], cut(rotary, one, slice(None)), slice(0, 1))
             content = content if heads is None else content[:, heads]
             held["held_content"][one, :, turns.first_places(mechanism, which)] = content
-    full = [i for i, count in enumerate(counts) if count == mechanism.slots]
-    if full:
-        _turn(mechanism, held, None if len(full) == len(counts) else torch.tensor(full, device=q.device), heads)
+    for i, count in enumerate(counts):
+        if count == mechanism.slots:
+            _turn(mechanism, held, i, heads)
 
 
-def _turn(mechanism: Hybrid, held: State, rows: Int[Tensor, " m"] | None, heads: Heads) -> None:
-    before = held if rows is None else {name: x[rows] for name, x in held.items()}
-    after = turns.turn_over(mechanism, release(mechanism, before, heads))
-    found = _without_rings(after, heads) | {name: _moved_on(before, after, name) for name in RINGS if name in before}
-    for name, x in found.items():
-        if rows is None:
-            held[name].copy_(x)
-        else:
-            held[name][rows] = x
+def _turn(mechanism: Hybrid, held: State, row: int, heads: Heads) -> None:
+    """Of one sequence."""
+    one = slice(row, row + 1)
+    before = release(mechanism, {name: x[one] for name, x in held.items()}, heads)
+    none = before["k"].new_empty(1, mechanism.heads, 0, mechanism.dim)
+    new = before["k"][:, :, :0], before["v"][:, :, :0]
+    passage = Passage(mechanism, before, tokens_of(mechanism, before, *new, new[0]), none)
+    after = passage.after()
+    moved = {name: _moved_on(held[name][one], before, after) for name in RINGS if name in held}
+    for name, x in (_without_rings(after, heads) | moved).items():
+        held[name][one] = x
 
 
 def _turned_back(

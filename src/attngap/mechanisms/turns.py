@@ -30,12 +30,12 @@ from torch import Tensor
 
 from attngap.mechanisms.base import State, Streams
 from attngap.ops.check import accumulate_dtype
+from attngap.ops.holding import FADING
 
 if TYPE_CHECKING:
     from attngap.mechanisms.variants.hybrid import Hybrid
 
 QUERIES = 8  # of each head and turn, evenly spaced: all of them choose little better
-FADING = 0.5  # of a score, from turn to turn
 SHORTEST, LONGEST = 32, 128  # turns: many take time, long ones take room
 PLAIN = ("k", "v", "fk", "S", "z", "count")  # the state of a plain hybrid
 WRITTEN = ("held_fk", "asked")  # in place, while tokens are read
@@ -88,13 +88,11 @@ def in_turns(
     state: State,
     q: Float[Tensor, "b h t d"],
     run: Run,
-    features: Callable[[slice], Float[Tensor, "b h_kv n r"]],
-    content: Callable[[slice], Float[Tensor, "b h_kv n d"]] | None = None,
+    features: Float[Tensor, "b h_kv t r"],
 ) -> tuple[Tensor, State]:
     """Several tokens of sequences without padding that hold as many each: the plain hybrid from turn to turn.
 
-    `features` gives those of some of the tokens, `content` what they are made of, for a state that has it. The state's
-    entries of `WRITTEN` are overwritten.
+    `features` are those of their keys. The state's entries of `WRITTEN` are overwritten.
     """
     outs, at, length = [], 0, q.shape[2]
     while at < length:
@@ -106,14 +104,7 @@ def in_turns(
         first = first_held(mechanism, count, stop - at)
         if first is not None:
             tokens, places = slice(at + first.start - count, at + first.stop - count), first_places(mechanism, first)
-            state["held_fk"][:, :, places] = features(tokens)
-            if "held_content" in state and content is not None:
-                state["held_content"][:, :, places] = content(tokens)
-        if "content" in state and content is not None:
-            begin = mechanism.sinks + mechanism.held
-            new = slice(max(at, stop - max(0, count + stop - at - begin)), stop)
-            places = slice(count + new.start - at - begin, count + stop - at - begin)
-            state["content"][:, :, places] = content(new)
+            state["held_fk"][:, :, places] = features[:, :, tokens]
         if count + stop - at == mechanism.slots:
             state = turn_over(mechanism, state)
         outs.append(out)
@@ -135,11 +126,8 @@ def chunked(
         def run(before: State, start: int, stop: int) -> tuple[Tensor, State]:
             return plain.chunked(streams.slice(start, stop), before, chunk)
 
-        def features(tokens: slice) -> Tensor:
-            assert streams.fk is not None
-            return streams.fk[:, :, tokens]
-
-        return in_turns(m, state, streams.q, run, features)
+        assert streams.fk is not None
+        return in_turns(m, state, streams.q, run, streams.fk)
 
     if alike(state, streams.mask):
         return of(streams.replace(mask=None), state)
@@ -276,13 +264,6 @@ def turn_over(mechanism: "Hybrid", state: State) -> State:
         held = _pick(x[:, :, among], chosen)
         after[name] = torch.cat((x[:, :, :sinks], held, _moved_up(x[:, :, sinks + m.held :], m.turn)), 2)
     after["score"] = torch.cat((score.gather(2, chosen), _moved_up(score[..., None], competing, m.turn)[..., 0]), 2)
-    if "at" in state:
-        leaving = state["gone"][:, None] + torch.arange(sinks + m.held, sinks + competing, device=chosen.device)
-        places = torch.cat((state["at"], leaving[:, None].expand(-1, chosen.shape[1], -1)), 2)
-        after["at"] = places.gather(2, chosen)
-    if "content" in state:
-        content = torch.cat((state["held_content"], state["content"][:, :, : m.turn]), 2)
-        after["held_content"], after["content"] = _pick(content, chosen), _moved_up(state["content"], m.turn)
     after["count"], after["gone"] = state["count"] - m.turn, state["gone"] + m.turn
     return after
 
@@ -302,7 +283,8 @@ def _choose(m: "Hybrid", state: State) -> tuple[Float[Tensor, "b n slots"], Tens
     # Tokens of this very turn are not scored: near tokens are weighed for being near.
     score = FADING * score
     score[:, :, : -m.turn] += weights[:, :, m.sinks : -m.turn]
-    chosen = score[:, :, : m.held + m.turn].topk(m.held, -1).indices.sort(-1).values
+    among = score[:, :, : m.held + m.turn].sort(stable=True, descending=True).indices  # of equals the earlier ones
+    chosen = among[:, :, : m.held].sort(-1).values
     return score, chosen
 
 

@@ -141,7 +141,7 @@ class TokenCall(CallTable):
         return out
 
     def _run(self, work: int) -> None:
-        threads = 1 if work < native.ALONE else native.thread_count(self.lanes, work)
+        threads = native.thread_count(self.lanes, work)
         self.words[self.moves] = threads == 1
         if threads == 1:
             native.run_alone(self.kernel, (self.address,), self.dtype, self.lanes, self.scratch)

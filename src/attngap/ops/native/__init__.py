@@ -4,7 +4,6 @@ They need numba (`pip install "attngap[native]"`); without it, and for what they
 in torch. `ATTNGAP_NATIVE=0` turns them off.
 """
 
-import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attngap.ops import pages
+from attngap.ops.native import threads
 
 if TYPE_CHECKING:
     from attngap.ops.native.scratch import Scratch
@@ -30,6 +30,7 @@ PANEL = 128  # bytes: two vectors, two lines of the cache, which no vector shoul
 LARGEST = 2**20  # bytes of a state: a larger one leaves the cache of a core
 SHARES = 8  # of the lanes, for each thread
 ALONE = 2**27  # updates of a state's elements, some 7 ms: below, waking a thread may take longer than it helps
+ALONE_AWAKE = 2**22  # some 0.2 ms, where the thread is awake
 
 _ready: set[tuple[Callable, torch.dtype]] = set()  # what was compiled, or found on disk
 _kept = threading.local()  # scratch memory of calls that take microseconds
@@ -77,15 +78,15 @@ def off() -> Iterator[None]:
 def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work: int, scratch: "Scratch") -> None:
     """kernel(*arguments, zero of the type, scratch, first, last) over all lanes, by as many threads as torch has.
 
-    Lanes are handed out a few at a time: torch's own threads keep a core busy for milliseconds after they are done, so
-    one of ours may get only half of one. Whatever happens, nothing writes any more when this returns.
+    Lanes are handed out a few at a time: a thread may get only half of a core, which others keep busy. Whatever
+    happens, nothing writes any more when this returns.
     """
-    zero, threads = _ZEROS[dtype], thread_count(lanes, work)
-    held = torch.zeros(threads, scratch.bytes + PANEL, dtype=torch.uint8)
+    zero, width = _ZEROS[dtype], thread_count(lanes, work)
+    held = torch.zeros(width, scratch.bytes + PANEL, dtype=torch.uint8)
     addresses = [-(-mine.data_ptr() // PANEL) * PANEL for mine in held]
     if scratch.guards:
         scratch.guard(addresses)
-    count = min(lanes, 1 if threads == 1 else threads * SHARES)
+    count = min(lanes, 1 if width == 1 else width * SHARES)
     shares = iter([(lanes * i // count, lanes * (i + 1) // count) for i in range(count)])
 
     def compute(address: int) -> None:
@@ -93,10 +94,10 @@ def run(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int, work
             kernel(*arguments, zero, address, first, last)
 
     _make_ready(kernel, arguments, dtype, addresses[0])
-    if threads == 1:
+    if width == 1:
         compute(addresses[0])
     else:
-        _together(compute, addresses)
+        threads.together(compute, addresses)
     if scratch.guards:
         scratch.check(addresses)
         pages.check_guards()
@@ -123,7 +124,8 @@ def run_alone(kernel: Callable, arguments: tuple, dtype: torch.dtype, lanes: int
 
 
 def thread_count(lanes: int, work: int) -> int:
-    return 1 if work < ALONE else min(lanes, torch.get_num_threads())
+    alone = ALONE if threads.team() is None else min(ALONE, ALONE_AWAKE)
+    return 1 if work < alone else min(lanes, torch.get_num_threads())
 
 
 def _make_ready(kernel: Callable, arguments: tuple, dtype: torch.dtype, address: int) -> None:
@@ -145,51 +147,3 @@ def _says_if_slow(kernel: Callable) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _together(compute: Callable[[int], None], addresses: list[int]) -> None:
-    """By one thread for each address, this one included; when it returns or raises, all of them are done.
-
-    An interrupt may come anywhere in this thread. Threads that have not begun by then never begin, and the others are
-    waited for: they write into memory that is given back afterwards.
-    """
-    change, closed, active, errors = threading.Condition(), False, 0, []
-
-    def help_out(address: int) -> None:
-        nonlocal active
-        with change:
-            if closed:
-                return
-            active += 1
-        try:
-            compute(address)
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            with change:
-                active -= 1
-                change.notify_all()
-
-    try:
-        for address in addresses[1:]:
-            _pool(os.getpid()).submit(help_out, address)
-        compute(addresses[0])
-    finally:
-        interrupt = None
-        while not closed or active:
-            try:
-                with change:
-                    closed = True
-                    change.wait_for(lambda: not active)
-            except BaseException as error:  # another interrupt: go on waiting
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-    if errors:
-        raise errors[0]
-
-
-@functools.cache
-def _pool(process: int) -> concurrent.futures.ThreadPoolExecutor:
-    """One a process: threads do not survive a fork."""
-    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="attngap")
