@@ -123,7 +123,7 @@ class Passage:
         sinks = torch.arange(m.sinks, device=turn.device).expand(count, kv, -1)
         held = self.found.held[first : first + count] if first < self.turns else self.found.after[None]
         places = torch.cat((sinks, held, last), 2)  # (count, h_kv, slots)
-        k, v = (x[torch.arange(kv, device=turn.device)[:, None], places] for x in self.tokens[:2])
+        k, v = (_pick(x, places) for x in self.tokens[:2])
         fk = k.new_empty(()).expand(count, kv, m.window, m.feature_map.width)
         sums = {name: x[first : first + count].contiguous() for name, x in self.sums.items()}
         return {"k": k, "v": v, "fk": fk, **sums, "count": turn.new_full((count,), m.slots - m.turn)}
@@ -181,5 +181,7 @@ def _running(first: Tensor, added: Float[Tensor, "turns ..."]) -> Float[Tensor, 
     return sums
 
 
-def _pick(x: Float[Tensor, "h_kv n d"], places: Int[Tensor, "h_kv m"]) -> Float[Tensor, "h_kv m d"]:
-    return x.gather(1, places[..., None].expand(*places.shape, x.shape[2]))
+def _pick(x: Float[Tensor, "h_kv n d"], places: Int[Tensor, "*turns h_kv m"]) -> Float[Tensor, "*turns h_kv m d"]:
+    """Rows of each key head by their places. An embedding copies rows whole, which gathering does not."""
+    rows = places + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    return F.embedding(rows, x.flatten(0, 1))
