@@ -51,8 +51,8 @@ def tokens_of(m: Hybrid, before: State | None, k: Float[Tensor, "1 h_kv t d"], v
         content = torch.cat((known[:, :there], content[0]), 1)
     else:
         content = keys
-    at = torch.arange(keys.shape[1], device=k.device) + (torch.arange(keys.shape[1]) >= first) * before["gone"]
-    at = at.repeat(len(keys), 1)
+    place = torch.arange(keys.shape[1], device=k.device)
+    at = (place + (place >= first) * before["gone"]).repeat(len(keys), 1)
     some = min(there, first) - m.sinks
     if some > 0:
         at[:, m.sinks : m.sinks + some] = before["at"][0, :, :some]
