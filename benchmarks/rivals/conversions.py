@@ -69,7 +69,7 @@ class Parts:
 
         A group that does needs no state.
         """
-        from attngap.models.cache import SPARE
+        from attngap.models.mixed_layer import SPARE
 
         held = [state_bytes(m) for m in self.cached().values()]
         state = held[0][0]

@@ -2,7 +2,7 @@
 
 from attngap.conversion.speed import speeds
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.cache import MixedLayer
+from attngap.models.mixed_layer import MixedLayer
 from attngap.models.shapes import layer_shapes
 from attngap.models.swap import swap
 from tests.zoo import tiny

@@ -6,8 +6,9 @@ from transformers import BartConfig, BartForConditionalGeneration, DynamicCache,
 
 from attngap.errors import AttngapError
 from attngap.heads.replacement import build_replacement
-from attngap.models.cache import MixedLayer, cache_bytes, fill
+from attngap.models.cache import cache_bytes, fill
 from attngap.models.compat import tokens_in
+from attngap.models.mixed_layer import MixedLayer
 from attngap.models.plan import Replacement
 from attngap.models.shapes import layer_shapes
 from attngap.models.swap import empty_cache, swap

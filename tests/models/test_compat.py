@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from attngap.errors import AttngapError
 from attngap.models import compat
-from attngap.models.cache import MixedLayer, MixedLayerBesideState
+from attngap.models.mixed_layer import MixedLayer, MixedLayerBesideState
 
 SOURCES = Path(compat.__file__).parents[1]
 

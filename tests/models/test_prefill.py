@@ -8,7 +8,8 @@ import torch
 from attngap.errors import AttngapError
 from attngap.heads.replacement import build_replacement, window_only
 from attngap.mechanisms.catalogue import mechanism
-from attngap.models.cache import MixedLayer, cache_bytes
+from attngap.models.cache import cache_bytes
+from attngap.models.mixed_layer import MixedLayer
 from attngap.models.plan import Replacement
 from attngap.models.positions import layer_positions
 from attngap.models.prefill import exact_prefill

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.cache import SPARE, MixedLayer, cache_bytes
+from attngap.models.cache import cache_bytes
 from attngap.models.compat import DynamicCache, own_cache, tokens_in
+from attngap.models.mixed_layer import SPARE, MixedLayer
 from attngap.models.pretended import FAR, PretendedCaches, prompt_length, reach
 from attngap.models.shapes import layer_shapes
 from attngap.models.swap import swap

@@ -16,8 +16,8 @@ from attngap.mechanisms.held import begin, token_step
 from attngap.mechanisms.prompts import read_piece
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.cache import MixedLayer, forget_pending, pending, waiting
 from attngap.models.masks import readable, readable_keys, real_tokens
+from attngap.models.mixed_layer import MixedLayer, forget_pending, pending, waiting
 from attngap.ops.hybrid import KeptHeads
 from attngap.ops.softmax.compiled import attend_into, can_attend
 

@@ -19,9 +19,9 @@ from attngap.mechanisms.held import hold
 from attngap.mechanisms.most_missed import ROWS, most_missed
 from attngap.mechanisms.rotary import Angles
 from attngap.mechanisms.variants.hybrid import Hybrid
-from attngap.models.cache import MixedLayer
 from attngap.models.capture import Call, capture
 from attngap.models.mixed import MixedHeads, mixed_heads
+from attngap.models.mixed_layer import MixedLayer
 from attngap.models.swap import empty_cache
 from attngap.options import HELD
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attngap.errors import AttngapError
 from attngap.mechanisms.base import Mechanism
 from attngap.models.angles import angles_of, note_angles
-from attngap.models.cache import Place, forget_pending, install
+from attngap.models.cache import Place, install
 from attngap.models.capture import NAME as CAPTURED
 from attngap.models.capture import attention_configs
 from attngap.models.compat import (
@@ -26,6 +26,7 @@ from attngap.models.compat import (
     set_attention,
 )
 from attngap.models.mixed import MixedHeads, mixed_heads
+from attngap.models.mixed_layer import forget_pending
 from attngap.models.products import compile_products
 from attngap.models.shapes import LayerShape, layer_shapes
 from attngap.models.twin import CHILD, converted_class, twin
