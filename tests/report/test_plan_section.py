@@ -69,6 +69,15 @@ def test_what_a_conversion_came_to_stands_in_the_picture(content, tmp_path, rati
     assert dot == [{"kept": 6, "value": quality["converted"]["perplexity_ratio"]}]
 
 
+@pytest.mark.parametrize("held", [0.0, 0.2])
+def test_what_a_prediction_does_not_count_is_said(content, tmp_path, held):
+    quality = {name: {"perplexity_ratio": 1.0, "induction": 0.5} for name in ("original", "converted")}
+    options = {"window": 64, "sinks": 4, "context": 1024, "held": held}
+    made_up.receipt(tmp_path / "converted", kept=6, quality=quality, options=options)
+    panels, _ = blocks(tmp_path)
+    assert ("It also holds tokens from anywhere" in panels.caption) == bool(held)
+
+
 def test_a_conversion_with_another_window_is_not_what_the_plan_spoke_of(content, tmp_path):
     made_up.receipt(tmp_path / "converted", kept=6, options={"window": 128, "sinks": 4, "context": 1024})
     panels, _ = blocks(tmp_path)

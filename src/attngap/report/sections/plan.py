@@ -100,7 +100,9 @@ def _predicted(plan: Result, receipt: Result | None, number: int) -> list[Block]
     if measured and receipt:
         length = receipt.content["options"]["context"]
         key.append(("diamond", f"measured after converting, {length:,} tokens"))
-        caption += f" {_held(measured, content)}"
+        caption += f" {_inside(measured, content)}"
+        if receipt.content["options"].get("held"):
+            caption += " It also holds tokens from anywhere, which no prediction counts: it should do better."
     elif other is not None and other != exact:
         caption += f" That is with a window of {exact} keys: the conversion here has {other}, and is not drawn."
     caption += " Predicted from a few joint replacements with the quick fits of the diagnosis, at its own length."
@@ -126,7 +128,7 @@ def _measured(receipt: Result | None, plan: Row, most: int) -> Row:
     return {key: value for key, value in found.items() if key in figures(plan)}
 
 
-def _held(measured: Row, plan: Row) -> str:
+def _inside(measured: Row, plan: Row) -> str:
     """Does what was measured lie in the interval that was predicted for that number of heads?"""
     inside = []
     for key, dot in measured.items():
