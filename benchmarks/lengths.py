@@ -11,7 +11,8 @@ every one stated so far is asked for, each question on a copy of the cache. A ra
 a period of half of each length; its last 512 tokens count. Every figure is written when it is known, and the same
 command goes on where it stopped. `--table` prints what is there. With `--exact-prompt` the converted model also reads
 each length's scored tokens after a prompt that every head has read with softmax, once for each share given: 0 keeps the
-last tokens alone, 0.5 gives half of each window's room to tokens from anywhere in the prompt.
+last tokens alone, 0.5 gives half of each window's room to tokens from anywhere in the prompt. With `--held` other
+shares of the same room than the folder's go to tokens from anywhere, chosen as the text goes on.
 """
 
 import argparse
@@ -57,13 +58,18 @@ PLACES = {  # of the numbers, none among the scored tokens of 1,024, 2,048, 4,09
 Found = dict[str, dict[str, dict[str, float]]]  # by task, by model
 
 
-def with_last_tokens_alone(original: PreTrainedModel, converted: PreTrainedModel, what: str) -> PreTrainedModel:
-    """All of the room for the last tokens: with the features, or as sinks and window only."""
+def sharing(original: PreTrainedModel, converted: PreTrainedModel, held: float | None) -> PreTrainedModel:
+    """This share of the room for tokens from anywhere, the rest for the last ones; None: those alone, no features."""
     layers = {}
     for layer, part in mixed_heads(converted).items():
         m = part.mechanism
         assert isinstance(m, Hybrid)
-        other = window_only(m, m.room, m.sinks) if what == WINDOW else m.with_window(m.room)
+        if held is None:
+            other = window_only(m, m.room, m.sinks)
+        else:
+            other = m.with_window(m.room)
+            for name, value in (other.sharing(held) if held else {}).items():
+                setattr(other, name, value)
         layers[layer] = other, part.keep.tolist()
     return swap(original, layers)
 
@@ -193,8 +199,10 @@ class Measurement:
         for folder in options.folders:
             converted, _ = attngap.load(folder)
             self.models[folder] = {f"{CONVERTED} {folder}": converted}
-            for what in options.beside:
-                self.models[folder][f"{what} {folder}"] = with_last_tokens_alone(self.original, converted, what)
+            shares = {what: None if what == WINDOW else 0.0 for what in options.beside}
+            shares |= {f"held {share}": share for share in options.held}
+            for what, share in shares.items():
+                self.models[folder][f"{what} {folder}"] = sharing(self.original, converted, share)
 
     def text(self, kind: str, place: int, passage: Passage) -> None:
         """Every model on one passage; what the original made of it is kept beside the figures."""
@@ -252,7 +260,7 @@ class Measurement:
     def repetition(self) -> None:
         for folder in (None, *self.options.folders):
             for model, each in self.models[folder].items():
-                for length in self.lengths if not model.startswith((WINDOW, WITHOUT_HELD)) else ():
+                for length in self.lengths if model.startswith((ORIGINAL, CONVERTED)) else ():
                     for seed in range(self.options.trials):
                         name, period = f"repetition/{length}/{seed}", length // 2 - 1
                         if model not in self.found.get(name, {}):
@@ -328,6 +336,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=1, help="of each kind")
     parser.add_argument("--trials", type=int, default=1, help="of each repetition")
     parser.add_argument("--beside", nargs="*", choices=(WINDOW, WITHOUT_HELD), default=[WINDOW], help="also measured")
+    parser.add_argument("--held", type=float, nargs="*", default=[], help="other shares of windows, such as 0.1 0.3")
     parser.add_argument("--exact-prompt", type=float, nargs="*", default=[], help="shares of windows, such as 0 0.5")
     parser.add_argument("--no-recall", action="store_true", help="ask for no numbers")
     parser.add_argument("--table", action="store_true", help="print what was measured, measure nothing")
