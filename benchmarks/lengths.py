@@ -64,12 +64,7 @@ def sharing(original: PreTrainedModel, converted: PreTrainedModel, held: float |
     for layer, part in mixed_heads(converted).items():
         m = part.mechanism
         assert isinstance(m, Hybrid)
-        if held is None:
-            other = window_only(m, m.room, m.sinks)
-        else:
-            other = m.with_window(m.room)
-            for name, value in (other.sharing(held) if held else {}).items():
-                setattr(other, name, value)
+        other = window_only(m, m.room, m.sinks) if held is None else m.with_window(m.room).with_held(held)
         layers[layer] = other, part.keep.tolist()
     return swap(original, layers)
 

@@ -460,3 +460,11 @@ def test_gradients_through_pieces_are_those_of_one_pass():
     got = gradients(lambda x: in_pieces(m, x, (3, 1, 2, 20, 14), rotary, read=read_in_turns)[0])
     for a, b in zip(got, want, strict=True):
         same(a, b)
+
+
+def test_a_share_of_nothing_and_a_window_too_small_leave_a_mechanism_as_it_is():
+    wide = made(window=512, held=0, turn=32).with_held(0.2)
+    assert wide.held == 102
+    assert wide.room == pytest.approx(512, abs=1)
+    for other in (made(window=512, held=0, turn=32).with_held(0.0), made(window=64, held=0, turn=32).with_held(0.2)):
+        assert (other.held, other.turn) == (0, 0)

@@ -242,7 +242,7 @@ class ConversionRun:
         found: dict[int, dict[str, int]] = {}
         for layer, m in self.mechanisms.items():
             if isinstance(m, Hybrid):
-                found[layer] = {"window": m.window} | (m.sharing(self.options.held) if self.options.held else {})
+                found[layer] = {"window": m.window} | m.sharing(self.options.held)
                 for name, value in found[layer].items():
                     setattr(m, name, value)
         return found

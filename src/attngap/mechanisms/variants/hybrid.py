@@ -92,6 +92,13 @@ class Hybrid(Mechanism):
         other.window, other.held, other.turn = window, 0, 0
         return other
 
+    def with_held(self, share: float) -> "Hybrid":
+        """The same with this share of the window's room for tokens from anywhere; as it is where that is too small."""
+        other = copy.copy(self)
+        for name, value in self.sharing(share).items():
+            setattr(other, name, value)
+        return other
+
     def with_sinks(self, sinks: int) -> "Hybrid":
         """The same features, with the same parameters, beside more or fewer sinks."""
         other = copy.copy(self)
