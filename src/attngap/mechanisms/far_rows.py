@@ -29,7 +29,7 @@ class FarRows:
     ):
         self.mechanism = mechanism
         self.near = mechanism.near(q, k, v)
-        self.q, self.k = mechanism.content(q, k, rotary)
+        self.q, self.k = mechanism.content(q, rotary), mechanism.content(k, rotary)
         self.v, self.target = v, target
         self.energy = target.square().mean((0, 2, 3)).clamp(min=1e-12)  # (h,)
         self.near_error = (self.near.out - target).square().mean((0, 2, 3)) / self.energy

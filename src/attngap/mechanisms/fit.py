@@ -249,7 +249,9 @@ def _content(
     """Queries and keys as features read them, of all passages in a row, evenly thinned where they are many."""
     found: list[tuple[Tensor, Tensor]] = []
     for each in batches:
-        read = mechanism.content(each.q, each.k, each.rotary) if isinstance(mechanism, Hybrid) else each[:2]
+        read = each[:2]
+        if isinstance(mechanism, Hybrid):
+            read = mechanism.content(each.q, each.rotary), mechanism.content(each.k, each.rotary)
         found.append((read[0].transpose(0, 1).flatten(1, 2), read[1].transpose(0, 1).flatten(1, 2)))
     q, k = (torch.cat(parts, 1)[None] for parts in zip(*found, strict=True))
     some = _even(q.shape[2], INIT_TOKENS)

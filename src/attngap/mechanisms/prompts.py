@@ -101,7 +101,7 @@ def _read(
     mechanism: Hybrid, plain: Hybrid, tokens: "_Tokens", before: State | None, skipped: Tensor | None
 ) -> tuple[Float[Tensor, "1 h t dv"], State]:
     """One sequence without padding."""
-    content = plain.content(tokens.k, tokens.k, tokens.rotary)[1]
+    content = plain.content(tokens.k, tokens.rotary)
     passage = Passage(mechanism, before, tokens_of(mechanism, before, tokens.k, tokens.v, content), tokens.q)
     compiles = _compiles(plain, tokens, passage.sums)
 

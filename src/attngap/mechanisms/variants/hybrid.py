@@ -142,19 +142,18 @@ class Hybrid(Mechanism):
 
     def read(self, x, q, k, v, *, start=0, mask=None, rotary=None) -> Streams:
         self.validate(x, q, k, v, mask)
-        return self._encode(q, k, v, positions(q, start, mask), mask, *self.content(q, k, rotary))
+        content = self.content(q, rotary), self.content(k, rotary)
+        return self._encode(q, k, v, positions(q, start, mask), mask, *content)
 
-    def content(
-        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h_kv t d"], rotary: Angles | None
-    ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h_kv t d"]]:
-        """The queries and keys that features read: turned back where a layout is known."""
+    def content(self, x: Float[Tensor, "b n t d"], rotary: Angles | None) -> Float[Tensor, "b n t d"]:
+        """What features read of queries or keys: turned back where a layout is known."""
         if self.rotary is None:
-            return q, k
+            return x
         if rotary is None:
             raise AttngapError(
                 "hybrid: features of turned-back keys need the cos and sin of the positions: pass rotary"
             )
-        return self.rotary.unrotate(q, rotary), self.rotary.unrotate(k, rotary)
+        return self.rotary.unrotate(x, rotary)
 
     def encode(self, x, q, k, v, position, mask) -> Streams:
         return self._encode(q, k, v, position, mask, q, k)
@@ -193,7 +192,7 @@ class Hybrid(Mechanism):
             raise AttngapError(
                 f"hybrid: {more} tokens cannot be held of {max(0, last - first)} beyond sinks and window"
             )
-        read = k if self.rotary is None else self.content(k, k, rotary)[1]
+        read = self.content(k, rotary)
         position = torch.arange(t, device=k.device)[None]
         fk = self.feature_map.key(read[:, :, first:], position[:, first:])  # (b, h_kv, t - first, r)
         state = empty_state(k, v, fk, self.window, sinks)
