@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Phi3Config, Qwen3Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
@@ -131,6 +132,29 @@ def test_what_is_not_a_token_is_the_modules(x, taken):
     with torch.no_grad():
         torch.testing.assert_close(quick(module)(x), module(x))
     assert not taken
+
+
+@pytest.mark.parametrize("make", GATED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_the_modules_without_memory_between(make, dtype, monkeypatch):
+    module, x = make().to(dtype), drawn(2, 7, 32).to(dtype)
+    other, in_place, silu = quick(module), [], F.silu
+    monkeypatch.setattr(F, "silu", lambda x, inplace=False: in_place.append(inplace) or silu(x, inplace=inplace))
+    with torch.no_grad():
+        found, expected = other(x), module(x)
+    assert torch.equal(found, expected) or dtype == torch.float32  # where oneDNN multiplies
+    torch.testing.assert_close(found, expected)
+    assert in_place == [True, False]
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj", "act_fn"])
+def test_what_a_hook_keeps_of_many_rows_stays_as_it_was(name):
+    module, x, seen = quick(llama()), drawn(1, 5, 32), []
+    module.get_submodule(name).register_forward_hook(lambda part, args, out: seen.extend((out, out.clone())))
+    with torch.no_grad():
+        module(x)
+    kept, copied = seen
+    assert torch.equal(kept, copied)
 
 
 def test_a_row_with_gaps(taken):

@@ -11,8 +11,8 @@ from attngap.options import GRANULARITY, KEEP, SINKS, Granularity, Options
 # Twice that of a diagnosis, whose passages of 1,024 tokens would not show what lies farther back: on other kinds of
 # text it took off about half of the divergence, for some 6% of the original's cache at 4,096 tokens (docs/results.md).
 CONVERTED_WINDOW = 512
-# Of the same room: at 2,048 and 4,096 tokens a fifth of it for the tokens that queries weigh most halved the divergence
-# on three texts; a sixth did as well, a quarter or more less well (docs/results.md).
+# Of the same room. A tenth to a fifth of it for the tokens that queries weigh most halves the divergence at any length,
+# more of it gains less (docs/results.md).
 HELD_SHARE = 0.2
 
 

@@ -1,4 +1,7 @@
-"""Gated MLPs of a converted model: a token's by one compiled call instead of three products and two operations."""
+"""Gated MLPs of a converted model: a token's by one compiled call instead of three products and two operations.
+
+Of many rows what stands between the products is done in place: fresh memory for it takes a sixth of the time of all.
+"""
 
 import inspect
 import itertools
@@ -20,7 +23,7 @@ Names = tuple[str, str, str]
 
 
 class Gated:
-    """What a module computes that was found to be down(silu(gate(x)) * up(x)), compiled for the few rows of a token."""
+    """What a module computes that was found to be down(silu(gate(x)) * up(x)), quicker where nobody looks inside."""
 
     def __init__(self, module: nn.Module, names: Names, activation: str):
         self.module, self.names, self.activation = module, names, activation
@@ -29,14 +32,18 @@ class Gated:
         self.__signature__ = inspect.signature(module.forward)  # for whoever asks what it takes
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
-        if len(args) == 1 and not options and isinstance(x := args[0], Tensor) and x.ndim > 1 and x.shape[-2] == 1:
-            known = self._thin() if possible() else None
+        if len(args) == 1 and not options and isinstance(x := args[0], Tensor) and x.ndim > 1:
+            products = self._products() if possible() else None
+            if products is not None and x.shape[-2] > 1 and type(x) is Tensor:
+                gate, up, down = products
+                return down(F.silu(gate(x), inplace=True).mul_(up(x)))
+            known = self._thin(products) if products is not None and x.shape[-2] == 1 else None
             if known is not None and known.takes(x):
                 return known.times(x)
         return type(self.module).forward(self.module, *args, **options)
 
-    def _thin(self) -> ThinGated | None:
-        """The three weights as they are now; None where some part must be called itself."""
+    def _products(self) -> list[Product] | None:
+        """What gate, up and down compute; None where some part must be called itself."""
         parts = vars(self.module)["_modules"]
         silu = parts.get(self.activation)
         if len(parts) != 4 or silu is not self.silu or _is_watched(silu) or _has_any_global_hook():
@@ -47,7 +54,12 @@ class Gated:
             own = vars(part).get("forward") if type(part) is nn.Linear and not _is_watched(part) else None
             if not isinstance(own, Product):
                 return None
-            found.append(own.thin())
+            found.append(own)
+        return found
+
+    def _thin(self, products: list[Product]) -> ThinGated:
+        """The three weights as they are now."""
+        found = [product.thin() for product in products]
         known = self.known
         if known is None or not known.holds(*found):
             known = self.known = ThinGated(*found)
