@@ -77,7 +77,7 @@ class CallTable:
         """What does not change, and where counts and places are."""
         numbers = self.table.view(np.float64)
         self.held |= addresses
-        given = dataclasses.asdict(setting) | {name: x.data_ptr() for name, x in addresses.items()}
+        given = vars(setting) | {name: x.data_ptr() for name, x in addresses.items()}
         for name, value in given.items():
             at = self.tables.WORDS_AT + getattr(self.tables.IN, name)
             if isinstance(value, float):
