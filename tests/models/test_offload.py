@@ -109,5 +109,8 @@ def test_too_little_memory_is_told_with_the_number(folder, monkeypatch):
         AttngapError, match=r"needs about 0\.\d GB of memory, 0\.0 of them for weights; cpu has 0\.1 GB left"
     ):
         room.check_room(str(folder), options, dtype=torch.float32, device=None)
+    for dtype, said in ((torch.float32, "Take --dtype bfloat16, --max-memory"), (torch.bfloat16, "Take --max-memory")):
+        with pytest.raises(AttngapError, match=said):
+            room.check_room(str(folder), options, dtype=dtype, device=None)
     monkeypatch.setattr(room, "memory_of", lambda _: None)  # nobody says
     room.check_room(str(folder), options, dtype=torch.float32, device=None)

@@ -14,7 +14,7 @@ from attngap.conversion.options import ConversionOptions
 from attngap.costs import view
 from attngap.costs.gain import Gain, gains
 from attngap.costs.machine import Rates, measure_rates, remembered
-from attngap.costs.memory import MORE, Space, conversion_space, diagnosis_space
+from attngap.costs.memory import HALF, MORE, Space, conversion_space, diagnosis_space
 from attngap.costs.rehearsal import LAYERS, Passes, Rehearsal, rehearse_conversion, rehearse_diagnosis, text_of
 from attngap.costs.shape import ModelShape, shape_of
 from attngap.diagnosis.joint import RECALL_PASSAGES, TEXT_PASSAGES
@@ -129,7 +129,7 @@ def estimate(
         linearize=costs["linearize"],
         keep=keep,
         gains=gains(shape, changed, keep, contexts, rates.bytes_read, size),
-        notes=_notes(shape, costs, memory_of(place)),
+        notes=_notes(shape, costs, memory_of(place), size),
         options={"diagnose": looked.record(), "linearize": changed.record()},
         provenance=provenance(),
     )
@@ -236,14 +236,15 @@ def _products(shape: ModelShape, passes: Passes, rates: Rates, size: int) -> flo
     return ahead / rates.products + back / rates.products_backward + read / rates.bytes_read
 
 
-def _notes(shape: ModelShape, costs: dict[str, Cost], available: int | None) -> list[str]:
+def _notes(shape: ModelShape, costs: dict[str, Cost], available: int | None, size: int) -> list[str]:
     notes = ["loading the weights, and the receipt of a conversion (attngap eval), are not counted"]
     if shape.replaceable < shape.layers:
         notes.append(f"{shape.layers - shape.replaceable} of {shape.layers} layers cannot be replaced")
     short = [verb for verb, cost in costs.items() if available is not None and cost.memory > available]
     if short and available is not None:
+        narrower = "take --dtype bfloat16, or " if size > HALF else ""
         notes.append(
-            f"{' and '.join(short)} would need more memory than the {available / 1e9:.1f} GB that are left here: take "
-            "--dtype bfloat16, or leave part of the weights on disk (--max-memory)"
+            f"{' and '.join(short)} would need more memory than the {available / 1e9:.1f} GB that are left here: "
+            f"{narrower}leave part of the weights on disk (--max-memory)"
         )
     return notes

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attngap.conversion.options import ConversionOptions
-from attngap.costs.memory import conversion_space, diagnosis_space
+from attngap.costs.memory import HALF, conversion_space, diagnosis_space
 from attngap.costs.shape import shape_of
 from attngap.diagnosis.options import DiagnosisOptions
 from attngap.errors import AttngapError
@@ -39,7 +39,8 @@ def check_room(
     else:
         space = conversion_space(shape, options, size)
     if held + SURE * space.memory > left:
+        narrower = "--dtype bfloat16, " if size > HALF else ""
         raise AttngapError(
             f"{model!r} needs about {(held + space.memory) / 1e9:.1f} GB of memory, {held / 1e9:.1f} of them for "
-            f"weights; {place} has {left / 1e9:.1f} GB left. Take --dtype bfloat16, --max-memory 4GB or fewer tokens"
+            f"weights; {place} has {left / 1e9:.1f} GB left. Take {narrower}--max-memory 4GB or fewer tokens"
         )
