@@ -6,6 +6,8 @@ import made_up
 import pytest
 
 import attngap
+from attngap.conversion.by_length import AtLength
+from attngap.conversion.receipt_view import tables
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -73,6 +75,15 @@ def test_a_receipt_shows_the_same_numbers_in_a_notebook_and_a_terminal(receipt, 
     assert len(list(page.iter(f"{SVG}rect"))) == 3  # the original is no distance from itself
     assert "The joint pass was short." in shown
     assert "Far keys" not in shown
+
+
+@pytest.mark.parametrize("measured", [None, 0.5])
+def test_repetition_has_a_column_where_it_was_measured(receipt, measured):
+    row = AtLength(length=1024, part="original", repetition=measured)
+    found = tables(receipt.model_copy(update={"by_length": [row]}))
+    (grid,) = (each for each in found if each.title.endswith("last tokens"))
+    assert ("repeated" in grid.header) == (measured is not None)
+    assert len(grid.rows[0]) == len(grid.header)
 
 
 def test_a_receipt_says_what_read_the_far_keys(receipt, capsys):

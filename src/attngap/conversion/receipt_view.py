@@ -95,7 +95,10 @@ def _lengths(title: str, receipt: "Receipt | Entry") -> Grid:
         )
         for row in receipt.by_length
     ]
-    return Grid(f"{title}, last tokens", ("", "tokens", "ratio", "KL", "digits recalled", "repeated"), rows)
+    header = ("", "tokens", "ratio", "KL", "digits recalled", "repeated")
+    # A column that nothing was measured for would take the others their room.
+    shown = len(header) if any(row.repetition is not None for row in receipt.by_length) else len(header) - 1
+    return Grid(f"{title}, last tokens", header[:shown], [row[:shown] for row in rows])
 
 
 def _speed(receipt: "Receipt | Entry") -> Grid:
